@@ -82,19 +82,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         complain("interrupted")
         sys.exit(130)
     except (BrokenPipeError, SystemExit) as error:
-        of_rich = isinstance(error.__context__, BrokenPipeError)  # which leaves with 1
-        if not (of_rich if isinstance(error, SystemExit) else _unread()):
+        output, of_rich = select.poll(), isinstance(error.__context__, BrokenPipeError)  # rich then leaves with 1
+        output.register(1, 0)  # told of errors alone
+        if not (of_rich if isinstance(error, SystemExit) else output.poll(0)):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads on, as behind `| head`
         sys.exit(128 + signal.SIGPIPE)
     sys.exit(0)
-
-
-def _unread() -> bool:
-    """Whether nobody reads on what is printed, as behind `| head`."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    return bool(output.poll(0))
 
 
 def run_command(arguments: Sequence[str]) -> None:

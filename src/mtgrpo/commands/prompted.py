@@ -141,9 +141,9 @@ def _of_task(name: str) -> str:
     try:
         task = find_class("mtgrpo.tasks", name, TaskSource)
     except ConfigError:  # a file of somebody's own, which may be elsewhere now
-        return f"Its tasks were task={name.rpartition('/')[2]}."
+        return f"Its tasks were task={Path(name).name}."
     about = " ".join((task.__doc__ or "").partition("\n\n")[0].split())
-    return f"Its tasks were task={name}: {about} Of other questions it has seen none."
+    return f"Its tasks were task={Path(name).name}: {about} Of other questions it has seen none."
 
 
 def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -151,7 +151,7 @@ def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[
 
     And, by their paths, what the user's own files that they are in are called beside tools.py.
     """
-    written, files, known = list[str](), dict[str, str](), set[str]()
+    written, files = dict[str, str](), dict[str, str]()
     try:
         for option, given in _tools(settings).items():
             path, _, name = option.rpartition(":")
@@ -159,12 +159,10 @@ def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[
                 return "", {}
             taken = Path(path).name in {*files.values(), "chat.py", "tools.py"}
             files |= {path: files.get(path, f"own{len(files)}.py" if taken else Path(path).name)} if path else {}
-            place = f"str(HERE / {f'{files[path]}:{name}'!r})" if path else repr(option)
-            written.append(f"{place}: {given!r}")
-            known.add(name)
+            written[name] = f"str(HERE / {f'{files[path]}:{name}'!r}): {given!r}" if path else f"{option!r}: {given!r}"
     except (ValueError, TypeError):
         return "", {}
-    return (f"{{{', '.join(written)}}}", files) if names and known.issuperset(names) else ("", {})
+    return (f"{{{', '.join(written.values())}}}", files) if names and {*names} <= {*written} else ("", {})
 
 
 def _tools(settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -172,6 +170,5 @@ def _tools(settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     found = named(json.loads(settings.get("environment.tools") or "[]"), "environment.tools", "")
     for key, value in settings.items():
         if match := _SETTING.fullmatch(key):
-            own = {match[2]: parse_yaml(value.encode(), Path(key))} if match[2] else {}
-            found[match[1]] = {**found.get(match[1], {}), **own}
+            found.setdefault(match[1], {}).update({match[2]: parse_yaml(value.encode(), Path(key))} if match[2] else {})
     return {absolute(option): given for option, given in found.items()}
