@@ -220,6 +220,23 @@ def test_a_tool_with_a_state_begins_with_the_row_of_the_example(
     used["run"].__self__.close()
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_file_is_taken_along_only_from_below_the_folder_in_which_it_is_typed(
+    typed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that came from elsewhere may name any file of this machine."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = tmp_path / ("work/till.py" if typed else "till.py")
+    file.write_text(TILL)
+    tools = {"environment.tools": json.dumps([f"{file}:Till"])}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **tools}})
+    (tmp_path / "trajectories").mkdir()
+    row = {**conversation("Buy.", 1.0), "tools": [{"function": {"name": "Till", "parameters": {}}}]}
+    (tmp_path / "trajectories/evaluation_after.jsonl").write_text(json.dumps(row) + "\n")
+    assert (exported(path, "hf", tmp_path / "out") / "till.py").exists() == typed
+
+
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     keep_conversations(tmp_path)

@@ -155,7 +155,10 @@ def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[
     try:
         for option, given in _tools(settings).items():
             path, _, name = option.rpartition(":")
-            if (not Path(path).is_file() or "site-packages" in path) if path else load([option])[option].opens:
+            ours = (
+                Path(path).is_file() and Path(path).resolve().is_relative_to(Path.cwd()) and "site-packages" not in path
+            )
+            if not ours if path else load([option])[option].opens:  # a record may name any file of this machine
                 return "", {}
             taken = Path(path).name in {*files.values(), "chat.py", "tools.py"}
             files |= {path: files.get(path, f"own{len(files)}.py" if taken else Path(path).name)} if path else {}
