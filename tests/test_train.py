@@ -133,7 +133,13 @@ def everything(folder: Path) -> list[Any]:
 
 def busy(own: Path, *words: str) -> list[str]:
     """A run with the tools of the file `own`: every conversation calls one twice."""
-    return [f"environment={own}:Busy", f"environment.tools=['{own}:dawdle']", f"reward={own}:Length", ENDING, *words]
+    return [
+        f"environment={own}:Busy",
+        f"environment.tools=['{own}:dawdle',calculator]",
+        f"reward={own}:Length",
+        ENDING,
+        *words,
+    ]
 
 
 # --- what a run leaves behind
@@ -593,7 +599,13 @@ async def five_batches(run: Run) -> list[list[Group]]:
 
 async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
     """Five updates on the same recorded conversations: one loss, one gradient norm, whatever the layout."""
-    words = [f"environment={own}:Busy", f"environment.tools=[{own}:dawdle]", f"reward={own}:Length", ENDING, CONSTANT]
+    words = [
+        f"environment={own}:Busy",
+        f"environment.tools=[{own}:dawdle,calculator]",
+        f"reward={own}:Length",
+        ENDING,
+        CONSTANT,
+    ]
     words += ["rollout.group_size=4", "optimizer.lr=1e-3", "trainer.updates_per_batch=2", "kl.coef=0.01"]
     words += ["environment.max_turns=4", "sft.steps=0"]
     found: dict[str, list[dict[str, float]]] = {}
