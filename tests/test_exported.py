@@ -22,6 +22,7 @@ from openai import OpenAI
 
 from mtgrpo import preset
 from mtgrpo.stages.run import held_out_tasks
+from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import Task
 
@@ -119,7 +120,10 @@ def test_with_the_server_of_vllm(run: Path, tasks: list[Task], served: OpenAI) -
             messages.append(reply.model_dump(include={"role", "content", "tool_calls"}))
             for call in reply.tool_calls or []:
                 assert call.type == "function"
-                answer = tool(**json.loads(call.function.arguments))
+                try:
+                    answer = tool(**json.loads(call.function.arguments))
+                except ToolError as error:  # the model's mistake, which it is told
+                    answer = f"error: {error}"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
             if not reply.tool_calls:
                 return solved(task, reply.content or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import runpy
 import shlex
@@ -27,6 +28,12 @@ SMALL = [
     *("trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=4"),
     *("sampling.max_new_tokens=8", "eval.tasks=1", "eval.samples=2", "environment.max_turns=3", "log=[jsonl]"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment, as a reader has it."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
 
 
 def typed(line: str) -> str:
