@@ -116,6 +116,7 @@ def write_prompted(
         "parser": _PARSERS[chat.format.name] if chat.format else "",
         "task": _of_task(settings.get("task", "")),
         "words": shlex.join(found.words),
+        "rate": f"{float(settings.get('optimizer.lr') or 1e-5) / 10:g}",
         "opening": found.opening,
     }
     programs = ("use.md", "chat.py", "tools.py") if names else ("use.md", "chat.py")
