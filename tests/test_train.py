@@ -24,7 +24,7 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
-from mtgrpo.rollout.demonstrations import laid_out
+from mtgrpo.rollout.demonstrations import laid_out, unoffered
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
 from mtgrpo.stages.budget import no_better
@@ -174,14 +174,27 @@ def test_a_warm_start_that_hardly_learns_is_noted(rate: str, told: bool, tmp_pat
 async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str) -> None:
     _, chat = open_tokenizer(preset("calculator"))
     said = (Message("assistant", tool_calls=(ToolCall(name, {"expression": "1"}),)), Message("tool", "1", name=name))
-    asked = laid_out(Task("t/1", (Message("user", "1"),)), said, preset("calculator").environment, chat)
+    example = await laid_out(Task("t/1", (Message("user", "1"),)), said, preset("calculator").environment, chat)
     if name == "calculator":
-        assert [tool.name for tool in (await asked).tools] == ["calculator"]
+        assert unoffered(example) == ""
         return
     with pytest.raises(
-        ConfigError, match=r"^the demonstration of task t/1 calls Calculator, .* calculator; did you mean"
+        ConfigError, match=r"^the demonstration of task t/1 calls Calculator, .*; did you mean calculator"
     ):
-        await asked
+        unoffered(example)
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(0, False), (1, True)])
+def test_a_task_may_have_demonstrations_that_nobody_imitates(
+    steps: int, refused: bool, own: Path, tmp_path: Path
+) -> None:
+    """Those of the calculator's tasks call a calculator, which is not there."""
+    words = busy(own, "eval.tasks=1", "trainer.steps=1", f"sft.steps={steps}", f"environment.tools=['{own}:dawdle']")
+    if refused:
+        with pytest.raises(ConfigError, match="calls calculator, and the tools are dawdle; correct it"):
+            ran(tmp_path / "run", *words)
+    else:
+        ran(tmp_path / "run", *words)
 
 
 def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:

@@ -231,9 +231,7 @@ class Turn:
     message: Message
     parent: int = -1
     observations: tuple[Message, ...] = ()  # the environment's answer
-    opens_with: Sequence[
-        Message
-    ] = ()  # the messages of a context that an agent began anew, but the trajectory's opening
+    opens_with: Sequence[Message] = ()  # of an agent that began a context anew, not the trajectory's opening
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
     auxiliary: bool = False  # beside the conversation: it answers a condenser, or an agent's helper
     paid: float = 0.0  # the reward that the environment gave for it

@@ -156,10 +156,12 @@ def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[
     try:
         for option, given in _tools(settings).items():
             path, _, name = option.rpartition(":")
-            ours = (
-                Path(path).is_file() and Path(path).resolve().is_relative_to(Path.cwd()) and "site-packages" not in path
-            )
-            if not ours if path else load([option])[option].opens:  # a record may name any file of this machine
+            if path:  # a record may name any file of this machine
+                below = Path(path).is_file() and Path(path).resolve().is_relative_to(Path.cwd())
+                usable = below and "site-packages" not in path
+            else:
+                usable = not load([option])[option].opens
+            if not usable:
                 return "", {}
             taken = Path(path).name in {*files.values(), "chat.py", "tools.py"}
             files |= {path: files.get(path, f"own{len(files)}.py" if taken else Path(path).name)} if path else {}

@@ -19,20 +19,26 @@ from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits,
 async def laid_out(
     task: Task, messages: Sequence[Message], environment: Environment, chat: Chat, *contexts: Any
 ) -> Trajectory:
-    """As `demonstrate`, which gets `contexts`, after what `environment` opens with.
-
-    Raises ConfigError where tools are called, and none of them is one that the environment offers.
-    """
+    """As `demonstrate`, which gets `contexts`, after what `environment` opens with."""
     async with environment.conversation(task) as (_, opening):
         pass  # what it opens with is all that is needed
-    offered = [tool.name for tool in opening.tools]
-    called = {call.name for message in messages for call in message.tool_calls}
-    if called and offered and called.isdisjoint(offered):
-        raise ConfigError(
-            f"the demonstration of task {task.id} calls {min(called)}, and the tools are {', '.join(offered)}; "
-            f"{meant(min(called), offered)}correct it"
-        )
     return await demonstrate(task, opening, messages, chat, *contexts)
+
+
+def unoffered(example: Trajectory) -> str:
+    """A tool that a demonstration calls and its environment does not offer; "" where there is none.
+
+    Raises ConfigError where none of the tools that it calls is one of those that are offered.
+    """
+    offered = [tool.name for tool in example.tools]
+    called = {call.name for turn in example.turns for call in turn.message.tool_calls}
+    absent = min(called.difference(offered), default="")
+    if offered and called and called.isdisjoint(offered):
+        raise ConfigError(
+            f"the demonstration of task {example.task.id} calls {absent}, and the tools are {', '.join(offered)}; "
+            f"{meant(absent, offered)}correct it"
+        )
+    return absent
 
 
 async def demonstrate(

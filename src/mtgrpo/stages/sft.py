@@ -16,7 +16,7 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
 from mtgrpo.rewards import scores
-from mtgrpo.rollout.demonstrations import laid_out
+from mtgrpo.rollout.demonstrations import laid_out, unoffered
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
@@ -26,8 +26,8 @@ from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, all_ours, first
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task, Trajectory
 
-UNLEARNED = 2.0  # nats for a token: what a language model is far below
-FEW = 20  # steps that need not show anything
+UNLEARNED_NATS = 2.0  # loss of a token; one that is learned is far below
+LEAST_STEPS = 20  # fewer need not show anything
 
 
 async def run_sft(experiment: Experiment, folder: Path) -> None:
@@ -86,7 +86,7 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         saver.mark(step if alone else 0, sft={"step": step, "tasks": stream.state_dict()})
         if saver.due(step) or step == settings.steps:
             await saver.save()
-    if settings.steps - begun["step"] >= FEW and losses[-1] > max(UNLEARNED, 0.9 * losses[0]):
+    if len(losses) >= LEAST_STEPS and losses[-1] > max(UNLEARNED_NATS, 0.9 * losses[0]):
         run.sinks.note(
             f"the warm start has hardly learned: its loss went from {losses[0]:.3f} to {losses[-1]:.3f}; "
             f"sft.optimizer.lr is {settings.optimizer.lr:g}, and weights from scratch want some 0.003"
@@ -110,11 +110,9 @@ async def demonstrations(
             continue
         without = 0
         example = await _laid_out(task, messages, runner)
-        called = {call.name for message in messages for call in message.tool_calls}
-        absent = sorted(called - {tool.name for tool in example.tools})
-        if absent and not told:
+        if (absent := unoffered(example)) and not told:
             told = True
-            note(f"the demonstration of task {task.id} calls {absent[0]}, a tool that the environment does not offer")
+            note(f"the demonstration of task {task.id} calls {absent}, a tool that the environment does not offer")
         yield example
 
 

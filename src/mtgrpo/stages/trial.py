@@ -13,7 +13,7 @@ from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.demonstrations import laid_out
+from mtgrpo.rollout.demonstrations import laid_out, unoffered
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
@@ -57,7 +57,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
     for task, messages in first_demonstrations(source, experiment.seed):
         try:
             async with asyncio.timeout(LONGEST_S):
-                await laid_out(task, messages, environment, chat)
+                unoffered(await laid_out(task, messages, environment, chat))
         except ConfigError:
             raise
         except Exception as error:
