@@ -234,7 +234,7 @@ TEMPLATES = {
 def test_a_hostile_template_is_refused_in_one_line(
     source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "LIMIT_S", 2)
+    monkeypatch.setattr(isolation, "LIMIT_S", 2 if "10 s" in said else 60)  # what takes memory may take its time
     path = tmp_path / "evil.jinja"
     path.write_text(FINE + source)
     with pytest.raises(ConfigError, match="the chat template") as refused:
