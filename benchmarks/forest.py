@@ -326,8 +326,14 @@ class Processes:
     """Of our sides, and of padded rows."""
 
     def __init__(self, stack: ExitStack) -> None:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self._by = {p: stack.enter_context(Side(p, [*started(p), "--serve"], folder)) for p in ("ours", "padded")}
+        self._stack = stack
+        self.start()
+
+    def start(self) -> None:
+        """Start them, anew for each batch: what one has freed it keeps, and two of 30 M would not fit the memory."""
+        self._stack.close()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._by = {p: self._stack.enter_context(Side(p, [*started(p), "--serve"], folder)) for p in ("ours", "padded")}
         self.threads: dict[str, int] = {name: side.loaded["threads"] for name, side in self._by.items()}
 
     def step(self, side: str, size: str, scenario: Scenario, threads: int = 0) -> float:
@@ -378,6 +384,7 @@ def build_seconds_per_million() -> float:
 
 def measure(processes: Processes, size: str, name: str, repeats: int, quick: bool) -> dict[str, dict[str, float]]:
     """One scenario at one size: a row per side."""
+    processes.start()
     scenario = scenarios(size, quick)[name]
     sides = Sides(size, scenario, TOKEN_BUDGET)
     skipped = name in "AB" or size == "30m"  # with one turn they are the merged rows

@@ -22,21 +22,12 @@ MOST_LINES_PER_FILE = 400
 MOST_LINES_PER_FUNCTION = 60
 MOST_LINES = 40_260
 MOST_LINES_OF_INTEGRATIONS = 3_500
-TWICE = {  # class names that two modules have; none is added
-    "Attention",
+TWICE = {  # class names that two modules have, for users write them in both places; none is added
     "Calculator",
-    "Comparison",
-    "Composed",
-    "Conversation",
     "Environment",
-    "Evidence",
     "FunctionCalls",
     "GuessNumber",
     "Jsonl",
-    "Level",
-    "Part",
-    "Prefix",
-    "Row",
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|Users|work|opt/(?:wheels|pypi))/\w")
 

@@ -36,7 +36,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import attention
 from mtgrpo.model.attention import (
-    Attention,
+    AttentionKind,
     Piece,
     Visibility,
     attend_by_flex,
@@ -98,7 +98,7 @@ def make_model(family: str, dtype: DType = DType.float64) -> PreTrainedModel:
         for parameter in model.parameters():  # far from uniform attention and predictions
             nn.init.normal_(parameter, std=0.3)
     compute_in(model, dtype)
-    choose_attention(model, Attention.forest)
+    choose_attention(model, AttentionKind.forest)
     return model
 
 
@@ -478,13 +478,13 @@ def recurrent_model() -> PreTrainedModel:
 
 def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
     model = recurrent_model()
-    choose_attention(model, Attention.auto)
+    choose_attention(model, AttentionKind.auto)
     assert not uses_forest(model)
     assert "padded rows" in describe_attention(model)
     assert "linear_attention" in describe_attention(model)
     assert_equal_to_plain(model, conversation(), 1e-4, 1e-3, budget=70)
     with pytest.raises(ConfigError, match="linear_attention"):
-        choose_attention(model, Attention.forest)
+        choose_attention(model, AttentionKind.forest)
     with pytest.raises(ConfigError, match=r"engine=local cannot sample .*linear_attention"):
         Local().start(ModelWeights(model), deterministic=True, longest_context=512)
 
@@ -492,13 +492,13 @@ def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
 def test_models_whose_attention_is_of_another_kind() -> None:
     config = GptOssConfig(**SIZES, num_key_value_heads=4)
     with pytest.raises(ConfigError, match=r"GptOss.* has no scaled dot-product attention"):
-        choose_attention(AutoModelForCausalLM.from_config(config), Attention.auto)
+        choose_attention(AutoModelForCausalLM.from_config(config), AttentionKind.auto)
 
 
 def test_the_choice_is_told() -> None:
     model = make_model("qwen3")
     assert "forest" in describe_attention(model)
-    choose_attention(model, Attention.sdpa)
+    choose_attention(model, AttentionKind.sdpa)
     assert layout_of(model) is Layout.padded
     assert describe_attention(model) == "attention: padded rows, sdpa"
 
@@ -506,19 +506,19 @@ def test_the_choice_is_told() -> None:
 def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(ConfigError, match="flash-attn package"):
-        choose_attention(make_model("qwen3"), Attention.flash_attention_2)
+        choose_attention(make_model("qwen3"), AttentionKind.flash_attention_2)
 
 
 def test_flash_attention_needs_sixteen_bits() -> None:
     with pytest.raises(ConfigError, match=r"set `dtype=bfloat16`"):
-        ModelSettings("tiny", DType.float32, attention=Attention.flash_attention_2)
+        ModelSettings("tiny", DType.float32, attention=AttentionKind.flash_attention_2)
 
 
 def test_rows_and_forest_agree() -> None:
     model = make_model("qwen3")
     batch = build_batch(conversation())
     expected = forest_logp(model, batch, 1.0)
-    choose_attention(model, Attention.sdpa)
+    choose_attention(model, AttentionKind.sdpa)
     assert (forest_logp(model, batch, 1.0, budget=70) - expected).abs().max() < 1e-9
 
 

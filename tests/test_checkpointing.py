@@ -28,7 +28,7 @@ from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.load import load_model
 from mtgrpo.model.scorer import Scorer, Scores
-from mtgrpo.model.settings import Attention, DType, LoRA, ModelSettings
+from mtgrpo.model.settings import AttentionKind, DType, LoRA, ModelSettings
 from test_policy import PLAYED, TEMPERATURE, largest_difference, make_model
 from test_scorer import gradient, micro_batch, rows_of
 
@@ -37,7 +37,7 @@ SIZE = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 
 
 def prepared(model: PreTrainedModel, layout: Layout = Layout.forest) -> PreTrainedModel:
-    choose_attention(model, Attention.forest if layout is Layout.forest else Attention.sdpa)
+    choose_attention(model, AttentionKind.forest if layout is Layout.forest else AttentionKind.sdpa)
     return model
 
 

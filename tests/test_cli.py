@@ -31,7 +31,7 @@ from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.config import options
-from mtgrpo.config.compose import Composed, ExperimentLoader, compose, parse
+from mtgrpo.config.compose import Configured, ExperimentLoader, compose, parse
 from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.config.helptext import comments
 from mtgrpo.config.recipe import recipes
@@ -157,7 +157,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtgrpo.policy.trainer.load_model", load)
 
 
-def composed(*words: str) -> Composed:
+def composed(*words: str) -> Configured:
     return compose(parse(words))
 
 

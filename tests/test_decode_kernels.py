@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtgrpo.engines.local import decode_kernels
 from mtgrpo.engines.local.decode_kernels import CompiledPlanner, NoKernelsError, load_kernels
-from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, SharedPrefix
 from mtgrpo.engines.local.paged_attention import Row
 from mtgrpo.engines.local.sampling import sample
 from mtgrpo.types import Sampling
@@ -57,7 +57,7 @@ def play(library: CDLL, heads: int, groups: int, size: int, seed: int = 0) -> fl
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     cache = make_cache(size, groups)
     planner = CompiledPlanner(library, cache)
-    prefix = Prefix(wanted=list(range(rng.choice([40, 256, 300]))))
+    prefix = SharedPrefix(wanted=list(range(rng.choice([40, 256, 300]))))
     tables = [BlockTable(prefix=prefix if i % 3 else None) for i in range(7)]
     steps = [[Row(prefix, prefix.wanted)]]
     steps += [[Row(table, [1] * rng.choice([1, 1, 5, 40])) for table in rng.sample(tables, 7)] for _ in range(4)]

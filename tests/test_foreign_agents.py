@@ -1,4 +1,4 @@
-"""Agents of others from PyPI play and learn, as they are; scripts/agents_env.sh installs them into .venv-agents."""
+"""Agents of others from PyPI play and learn, as they are; `make agents-env` installs them into .venv-agents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '#### 391'"
 SUBMIT = f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': DONE}})}\n</tool_call>"
 
 READY = list(PYTHON.parents[1].glob(".ready-*"))
-pytestmark = pytest.mark.skipif(not READY, reason="there is no .venv-agents: scripts/agents_env.sh makes it")
+pytestmark = pytest.mark.skipif(not READY, reason="there is no .venv-agents: make agents-env makes it")
 
 
 def run(*words: str, timeout_s: float) -> str:

@@ -14,7 +14,7 @@ from mtgrpo.model import prefix, tiny
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.scorer import Scorer
-from mtgrpo.model.settings import Attention, Quantization
+from mtgrpo.model.settings import AttentionKind, Quantization
 from mtgrpo.policy.gradient_check import check_derivative, check_walk
 from saving import save_model
 from test_attention import FAMILIES, make_model
@@ -83,7 +83,7 @@ def test_contexts_of_one_token_and_padded_rows_are_checked_too() -> None:
     model = make_model("qwen2", DType.float32)
     check_derivative(model, CONTEXT[:1])
     assert check_walk(model, CONTEXT[:1]) == ""
-    model.set_attn_implementation(Attention.sdpa.value)
+    model.set_attn_implementation(AttentionKind.sdpa.value)
     check_derivative(model, CONTEXT)
     assert check_walk(model, CONTEXT) == ""
 

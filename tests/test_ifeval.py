@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.integrations import ifeval as module
-from mtgrpo.integrations.ifeval import KINDS, IFEval, Level, followed, recognised_language
+from mtgrpo.integrations.ifeval import KINDS, AccuracyLevel, IFEval, followed, recognised_language
 from mtgrpo.parts.extension import load_file
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -100,7 +100,7 @@ def test_a_prompt_is_followed_whole_or_in_part() -> None:
     task = asked(("punctuation:no_comma", {}), ("startend:quotation", {}))
     for text, whole, share in [('"yes"', 1, 1), ("yes", 0, 0.5), ("yes, no", 0, 0), ("", 0, 0)]:
         assert IFEval().reward(said(task, text)) == whole
-        assert IFEval(level=Level.instruction).reward(said(task, text)) == share
+        assert IFEval(level=AccuracyLevel.instruction).reward(said(task, text)) == share
 
 
 def test_the_verdicts_are_those_of_lm_eval(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.engines.local.sampling import sample
-from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.attention import AttentionKind, choose_attention
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.step import at_once
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn
@@ -83,10 +83,10 @@ def several(batch: Batch) -> int:
     return int((pairs[:, 0].bincount() > 1).sum())
 
 
-@pytest.mark.parametrize("attention", [Attention.forest, Attention.sdpa])
+@pytest.mark.parametrize("attention", [AttentionKind.forest, AttentionKind.sdpa])
 @pytest.mark.parametrize("token_budget", [ONE_MICRO_BATCH, LONGEST])
 def test_each_token_is_normalised_over_what_was_kept_when_it_was_sampled(
-    token_budget: int, attention: Attention
+    token_budget: int, attention: AttentionKind
 ) -> None:
     """Values, entropies and gradients, in fp64."""
     assert several(BATCH) >= 2

@@ -1,4 +1,4 @@
-"""Lucene behind the search tool, with what scripts/lucene_env.sh installs into .venv-lucene."""
+"""Lucene behind the search tool, with what `make lucene-env` installs into .venv-lucene."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     if PACKAGES is None or not any(PROJECT.glob(".venv-lucene/.ready-*")):
-        pytest.skip("there is no .venv-lucene: scripts/lucene_env.sh makes it")
+        pytest.skip("there is no .venv-lucene: make lucene-env makes it")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sys.path.append(str(PACKAGES))  # the machine, once started, needs it to the end
     yield

@@ -24,7 +24,7 @@ from transformers import (
 
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.engines import Phase, Row
+from mtgrpo.engines import Item, Phase
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.memory import Plan, estimate, plan
@@ -52,7 +52,7 @@ def experiment(folder: Path, *words: str) -> Experiment:
     return preset("calculator_from_scratch", f"model.name={named(folder)}", *fixed, *words)
 
 
-def row(found: Plan, name: str) -> Row:
+def row(found: Plan, name: str) -> Item:
     (only,) = [row for row in found.rows if row.name.startswith(name)]
     return only
 
@@ -171,7 +171,7 @@ def test_rows_of_a_plan(tmp_path: Path) -> None:
     weights = row(found, "weights").bytes
     assert weights == 4 * (2 * 4096 * 256 + 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512 + 2 * 256) + 256)
     assert row(found, "gradients").bytes == weights and row(found, "optimiser state").bytes == 2 * weights
-    assert row(found, "KV cache") == Row(f"KV cache, {24 * GB // 4096:,} tokens", 24 * GB, (Phase.sampling,))
+    assert row(found, "KV cache") == Item(f"KV cache, {24 * GB // 4096:,} tokens", 24 * GB, (Phase.sampling,))
     assert row(found, "engine's copy").bytes == weights - 2 * 4 * 4096 * 256 - 4 * 256 * 9
     assert row(estimate(kl, 80 * GB, "cuda"), "reference").bytes == weights
     assert found.peak == found.needed(found.peak_phase) == max(found.needed(phase) for phase in Phase)

@@ -13,7 +13,7 @@ import yaml
 from hydra.types import RunMode
 
 from mtgrpo import cli
-from mtgrpo.config.compose import Composed, ExperimentLoader, compose, composed_from, parse
+from mtgrpo.config.compose import Configured, ExperimentLoader, compose, composed_from, parse
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import ConfigError
 
@@ -29,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @functools.cache
-def usual() -> Composed:
+def usual() -> Configured:
     return compose(parse([]))
 
 
@@ -44,7 +44,7 @@ def recorded(place: Path, values: dict[str, Any] | None = None, **choices: Any) 
     return place
 
 
-def taken_up(place: Path, *words: str) -> Composed:
+def taken_up(place: Path, *words: str) -> Configured:
     return compose(parse(words), run=place)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch, pack
-from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.attention import AttentionKind, choose_attention
 from mtgrpo.model.load import DType
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.model.value import add_value_head
@@ -85,7 +85,7 @@ def test_the_last_mlp_runs_where_states_are_read_alone() -> None:
 @LAYOUTS
 def test_a_micro_batch_without_targets_has_a_gradient_of_zero_for_every_weight(layout: Layout) -> None:
     model = with_values()
-    choose_attention(model, Attention.forest if layout is Layout.forest else Attention.sdpa)
+    choose_attention(model, AttentionKind.forest if layout is Layout.forest else AttentionKind.sdpa)
     micro = empty(layout)
     scores = Scorer(model)(micro, TEMPERATURE)
     assert [len(part) for part in scores if part is not None] == [0, 0, 0]
@@ -124,7 +124,7 @@ def test_the_gradient_in_bfloat16_is_near_the_one_in_fp32() -> None:
 @LAYOUTS
 def test_activation_checkpointing_of_the_whole(layout: Layout) -> None:
     model, micro = with_values(), micro_batch(layout)
-    choose_attention(model, Attention.forest if layout is Layout.forest else Attention.sdpa)
+    choose_attention(model, AttentionKind.forest if layout is Layout.forest else AttentionKind.sdpa)
     scorer = Scorer(model)
     expected = gradient(model, scorer, micro)
     found = gradient(model, partial(checkpoint, scorer, use_reentrant=False), micro)

@@ -100,7 +100,7 @@ def test_what_is_typed_in_a_shell_is_there() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built anew."""
     if not (VENV / "bin" / "zensical").exists():
-        pytest.skip("there is no .venv-docs: scripts/docs_env.sh makes it")
+        pytest.skip("there is no .venv-docs: make docs-env makes it")
     folder = tmp_path_factory.mktemp("site")
     STAGE.stage(ROOT, folder)
     command = [VENV / "bin" / "zensical", "build", "--strict", "-f", "mkdocs.yml"]

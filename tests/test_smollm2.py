@@ -23,7 +23,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2
-from mtgrpo.model.attention import Attention
+from mtgrpo.model.attention import AttentionKind
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.rounding import distance, plain_logprobs, reference
@@ -171,14 +171,14 @@ def test_forest_and_padded_rows_agree(model: PreTrainedModel) -> None:
     batch = build_batch(conversations(model, 16))
     entries = torch.arange(len(batch))
     found: list[torch.Tensor] = []
-    for layout, attention in ((Layout.forest, Attention.forest), (Layout.padded, Attention.sdpa)):
+    for layout, attention in ((Layout.forest, AttentionKind.forest), (Layout.padded, AttentionKind.sdpa)):
         model.set_attn_implementation(attention.value)
         logp = torch.full((len(batch),), torch.nan)
         for micro in pack(batch, entries, 4096, flops_of(model), layout)[0].micro_batches:
             with torch.no_grad():
                 logp[micro.entries] = Scorer(model)(micro, 1.0).logp[micro.target]
         found.append(logp)
-    model.set_attn_implementation(Attention.forest.value)
+    model.set_attn_implementation(AttentionKind.forest.value)
     assert (found[0] - found[1]).abs().max() < 3e-4
     assert (found[0] - batch.behaviour_logp).abs().max() < 3e-4
 

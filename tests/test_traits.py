@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from mtgrpo.config.compose import preset
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.attention import Attention, choose_attention, describe_attention, uses_forest
+from mtgrpo.model.attention import AttentionKind, choose_attention, describe_attention, uses_forest
 from mtgrpo.model.load import DType, ModelSettings, compute_in, load_model
 from mtgrpo.model.traits import traits
 from mtgrpo.stages.run import longest_context
@@ -125,7 +125,7 @@ def test_the_cache_holds_what_every_call_of_the_attention_gets(
 ) -> None:
     model = make_model(kind, **settings)
     assert list(traits(model).caches) == caches
-    choose_attention(model, Attention.auto)
+    choose_attention(model, AttentionKind.auto)
     assert uses_forest(model)
 
 
@@ -155,19 +155,19 @@ def test_what_cannot_be_replaced_takes_rows_and_cannot_be_sampled(
     kind: str, settings: dict[str, Any], reason: str
 ) -> None:
     model = make_model(kind, **settings)
-    choose_attention(model, Attention.auto)
+    choose_attention(model, AttentionKind.auto)
     assert not uses_forest(model)
     assert reason in describe_attention(model)
     with pytest.raises(ConfigError, match=rf"engine=local cannot sample .*{reason}.*; choose another model"):
         Local().start(ModelWeights(model), True, 64)
     with pytest.raises(ConfigError, match=rf"{reason}.*set model\.attention=auto"):
-        choose_attention(model, Attention.forest)
+        choose_attention(model, AttentionKind.forest)
 
 
 def test_layers_of_different_shapes_can_be_trained_but_not_sampled() -> None:
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64, "head_dim": 8}
     model = make_model("gemma4_text", **layers, num_key_value_heads=2, hidden_size_per_layer_input=0)
-    choose_attention(model, Attention.auto)
+    choose_attention(model, AttentionKind.auto)
     assert uses_forest(model)
     with pytest.raises(ConfigError, match="keys of different shapes; choose another model"):
         Local().start(ModelWeights(model), True, 64)

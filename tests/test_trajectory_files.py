@@ -116,7 +116,7 @@ def test_a_log_of_inspect_has_siblings_as_epochs_and_rewards_as_scores(tmp_path:
 
 
 @pytest.mark.real
-@pytest.mark.skipif(not READY, reason="there is no .venv-agents: scripts/agents_env.sh makes it")
+@pytest.mark.skipif(not READY, reason="there is no .venv-agents: make agents-env makes it")
 def test_inspect_reads_the_log(tmp_path: Path) -> None:
     run = make_recorded(tmp_path / "run")
     assert main([str(run), "--to", "inspect", "--out", str(tmp_path / "logs")]) == 0

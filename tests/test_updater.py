@@ -42,7 +42,7 @@ from mtgrpo.batch.packing import Packing, pack
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.attention import AttentionKind, choose_attention
 from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.model.value import add_value_head
 from mtgrpo.policy import updater
@@ -129,7 +129,7 @@ def updates(
     token_budget: int = ONE_MICRO_BATCH,
     lr: float = 5e-4,
     reference: bool = False,
-    attention: Attention = Attention.forest,
+    attention: AttentionKind = AttentionKind.forest,
     kind: type[Watched] = Watched,
     sizes: Sequence[int] = (2, 2),
 ) -> tuple[list[Metrics], list[dict[str, Tensor]], Metrics]:
@@ -210,7 +210,7 @@ def test_invariance_to_the_micro_batch_cut(case: int) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_invariance_to_padding(case: int) -> None:
     """Padded rows, one for each conversation, in place of the forest."""
-    assert_the_same(case, updates(update_config(*CASES[case]), reference=True, attention=Attention.sdpa))
+    assert_the_same(case, updates(update_config(*CASES[case]), reference=True, attention=AttentionKind.sdpa))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)

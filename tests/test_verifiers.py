@@ -1,4 +1,4 @@
-"""Environments written for verifiers, which scripts/verifiers_env.sh installs: their rewards, our tokens."""
+"""Environments written for verifiers, which `make verifiers-env` installs: their rewards, our tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 * 23
 real = pytest.mark.real
 needs_verifiers = pytest.mark.skipif(
     not list(PYTHON.parents[1].glob(".ready-*")),
-    reason="there is no .venv-verifiers: scripts/verifiers_env.sh makes it",
+    reason="there is no .venv-verifiers: make verifiers-env makes it",
 )
 
 ECHO = """

@@ -15,7 +15,7 @@ from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import MicroBatch, pack, visits
 from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.attention import Attention
+from mtgrpo.model.attention import AttentionKind
 from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.load import DType, Head
 from mtgrpo.model.logprobs import RoundedHead
@@ -226,7 +226,7 @@ def test_trees_of_a_model_that_attends_several_times_in_a_layer_become_padded_ro
 
 def test_padded_rows_are_not_cut() -> None:
     model = make_model("qwen3")
-    model.set_attn_implementation(Attention.sdpa.value)
+    model.set_attn_implementation(AttentionKind.sdpa.value)
     policy = Policy(model, Descent(model, 0.0), 20, 0.8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"padded row longer than batch\.token_budget=20"):
         policy.pack(build_batch(conversation()), torch.arange(40))

@@ -34,7 +34,7 @@ Stopped = tuple[dict[str, Tensor], dict[str, Any]]  # weights, and the state of 
 
 
 needs_deepspeed = pytest.mark.skipif(
-    not list(DEEPSPEED.glob(".ready-*")), reason="there is no .venv-deepspeed: scripts/deepspeed_env.sh makes it"
+    not list(DEEPSPEED.glob(".ready-*")), reason="there is no .venv-deepspeed: make deepspeed-env makes it"
 )
 
 

@@ -51,7 +51,7 @@ from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.liger import use_liger
 from mtgrpo.model.load import AUTOCAST, compute_in, resolved
 from mtgrpo.model.scorer import Scores, flops_of
-from mtgrpo.model.settings import Attention, DType
+from mtgrpo.model.settings import AttentionKind, DType
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy, at_once
@@ -148,8 +148,8 @@ def build(size: Size, layout: Layout = Layout.forest) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).eval()
     compute_in(model, resolved(DType.auto, DEVICE.type))
     flash = DEVICE.type == "cuda" and find_spec("flash_attn") is not None
-    rows = Attention.flash_attention_2 if flash else Attention.sdpa
-    choose_attention(model, Attention.forest if layout is Layout.forest else rows)
+    rows = AttentionKind.flash_attention_2 if flash else AttentionKind.sdpa
+    choose_attention(model, AttentionKind.forest if layout is Layout.forest else rows)
     for line in use_liger(model):
         print(line, flush=True)
     return model

@@ -16,7 +16,7 @@ import torch
 
 from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.engines import Demand, Phase, Row
+from mtgrpo.engines import Demand, Item, Phase
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
@@ -45,7 +45,7 @@ ALONE = Placement()  # one device does everything
 class Plan:
     """What `experiment`, in which nothing is left open, needs of a device with `device_bytes` of memory."""
 
-    rows: list[Row]
+    rows: list[Item]
     device_bytes: int
     experiment: Experiment
     loading: int = 0  # bytes of a whole model, before it is divided, and of what is there then
@@ -167,17 +167,17 @@ def estimate(
     path = (2 if experiment.model.checkpointing else 4) * longest * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
-        Row("libraries and context", LIBRARIES[device_type]),
-        Row("taken by others", taken),
-        Row("weights", weights // shares),
-        Row("weights and gradients put together", _gathered(skeleton, experiment.parallel, shares), (Phase.training,)),
-        Row("optimiser state", state // shares),
-        Row("reference", trained // shares if experiment.kl.coef and not placement.reference else 0),
-        Row("gradients", gradients // shares, learning),
-        Row(counted, max(activations - head, 0), (Phase.training,)),
-        Row("keys and values of a context", path, (Phase.training,)),
-        Row("head, in tiles", head, (Phase.training,)),
-        Row("optimiser step", scratch // shares, (Phase.update,)),
+        Item("libraries and context", LIBRARIES[device_type]),
+        Item("taken by others", taken),
+        Item("weights", weights // shares),
+        Item("weights and gradients put together", _gathered(skeleton, experiment.parallel, shares), (Phase.training,)),
+        Item("optimiser state", state // shares),
+        Item("reference", trained // shares if experiment.kl.coef and not placement.reference else 0),
+        Item("gradients", gradients // shares, learning),
+        Item(counted, max(activations - head, 0), (Phase.training,)),
+        Item("keys and values of a context", path, (Phase.training,)),
+        Item("head, in tiles", head, (Phase.training,)),
+        Item("optimiser step", scratch // shares, (Phase.update,)),
     ]
     loading = LIBRARIES[device_type] + taken + weights if shares > 1 else 0
     if not placement.shared:
@@ -230,11 +230,11 @@ def plan_reference(experiment: Experiment, device_bytes: int, devices: int) -> P
     shares = devices if experiment.parallel.divides else 1
     path = 2 * _longest_context(skeleton, experiment) * skeleton.kv_cache_bytes()
     rows = [
-        Row("libraries and context", LIBRARIES["cuda"]),
-        Row("weights", weights // shares),
-        Row("weights put together", _gathered(skeleton, FSDP2(reshard=True), shares), (Phase.training,)),
-        Row(f"activations, {tokens:,} tokens", skeleton.scoring_bytes(tokens), (Phase.training,)),
-        Row("keys and values of a context", path, (Phase.training,)),
+        Item("libraries and context", LIBRARIES["cuda"]),
+        Item("weights", weights // shares),
+        Item("weights put together", _gathered(skeleton, FSDP2(reshard=True), shares), (Phase.training,)),
+        Item(f"activations, {tokens:,} tokens", skeleton.scoring_bytes(tokens), (Phase.training,)),
+        Item("keys and values of a context", path, (Phase.training,)),
     ]
     loading = LIBRARIES["cuda"] + weights if shares > 1 else 0
     found = Plan([row for row in rows if row.bytes], device_bytes, experiment, loading)
@@ -247,9 +247,9 @@ def plan_reference(experiment: Experiment, device_bytes: int, devices: int) -> P
     return found
 
 
-def _controller(weights: int, device_type: str) -> list[Row]:
+def _controller(weights: int, device_type: str) -> list[Item]:
     """What the process holds that samples by itself, where others train."""
-    return [Row("libraries and context, to sample", LIBRARIES[device_type]), Row("weights, to sample", weights)]
+    return [Item("libraries and context, to sample", LIBRARIES[device_type]), Item("weights, to sample", weights)]
 
 
 def _gathered(skeleton: Skeleton, parallel: Parallel, shares: int) -> int:
@@ -268,7 +268,9 @@ def _gathered(skeleton: Skeleton, parallel: Parallel, shares: int) -> int:
     return sum(weight.nbytes * (2 if weight.requires_grad else 1) for weight in both) + sum(w.nbytes for w in largest)
 
 
-def _demand(skeleton: Skeleton, experiment: Experiment, rows: list[Row], device_bytes: int, device_type: str) -> Demand:
+def _demand(
+    skeleton: Skeleton, experiment: Experiment, rows: list[Item], device_bytes: int, device_type: str
+) -> Demand:
     """What the engine is asked for, beside `rows`."""
     rollout, measured = experiment.rollout, experiment.eval
     ahead = rollout.ahead if rollout.max_staleness else 1.0

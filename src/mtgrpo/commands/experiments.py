@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mtgrpo.cluster.launch import join
-from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from
+from mtgrpo.config.compose import Configured, ExperimentLoader, composed_from
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
@@ -214,7 +214,7 @@ def _jobs(config: DictConfig, loader: ExperimentLoader) -> Iterator[tuple[str, D
             yield "" if number else title, loader.load_sweep_config(config, job)
 
 
-def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline: bool) -> Composed:
+def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline: bool) -> Configured:
     """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError.
 
     loader: has composed it, and may have notes. offline: hubs are not asked, and what only they have is not checked.

@@ -47,7 +47,7 @@ OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting 
 
 
 @dataclass(frozen=True)
-class Composed:
+class Configured:
     """A configuration that its dataclasses have checked."""
 
     experiment: Experiment
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
     return overrides
 
 
-def compose(overrides: Sequence[Override], run: Path | None = None, folders: Sequence[Path] = ()) -> Composed:
+def compose(overrides: Sequence[Override], run: Path | None = None, folders: Sequence[Path] = ()) -> Configured:
     """The experiment that `overrides` describe, on top of a recipe or, where given, of what the run in `run` used.
 
     folders: the user's own configurations. Raises ConfigError for whatever is wrong with it.
@@ -95,7 +95,7 @@ def preset(recipe: str, *words: str) -> Experiment:
     return compose(parse([f"recipe={recipe}", *map(str, words)])).experiment
 
 
-def composed_from(config: DictConfig) -> Composed:
+def composed_from(config: DictConfig) -> Configured:
     """What Hydra composed, as an Experiment. Raises ConfigError where a part refuses its settings."""
     own = copy.deepcopy(config)
     with flag_override(own, ["struct", "readonly"], [False, False]):
@@ -106,7 +106,7 @@ def composed_from(config: DictConfig) -> Composed:
     OmegaConf.resolve(own)
     choices = {key: chosen[key] for key in (*groups(), "recipe") if key in chosen}
     refuse_absurd(OmegaConf.to_container(own))
-    return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
+    return Configured(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 
 class ExperimentLoader(ConfigLoader):

@@ -136,7 +136,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Item:
     """One thing that takes memory, and when."""
 
     name: str
@@ -206,7 +206,7 @@ class Engine(ABC):
         """Raise ConfigError where its KV cache on `device` would not hold a context of `longest` tokens."""
         return
 
-    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+    def plan_memory(self, demand: Demand) -> tuple[list[Item], Engine]:
         """What it takes of the device, by default nothing, and itself with what memory has a say in settled.
 
         Raises ConfigError where there is no room for one conversation.

@@ -90,7 +90,7 @@ def _digest(rows: Rows, index: int) -> str:
     return hashlib.sha256(str(key).encode()).hexdigest()
 
 
-class Level(Enum):
+class AccuracyLevel(Enum):
     """What is counted."""
 
     prompt = "prompt"  # 1 when all instructions are followed, else 0
@@ -107,7 +107,7 @@ class IFEval(Reward):
     (`python -m nltk.downloader punkt_tab`), else by a rule, which a note says.
     """
 
-    level: Level = Level.prompt
+    level: AccuracyLevel = AccuracyLevel.prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +117,7 @@ class IFEval(Reward):
     def reward(self, trajectory: Trajectory) -> float:
         """From 0.0 to 1.0. Raises ConfigError when the task has no instructions, or some of an unknown kind."""
         kept = followed(trajectory.task, trajectory.final)
-        return float(all(kept)) if self.level is Level.prompt else sum(kept) / len(kept)
+        return float(all(kept)) if self.level is AccuracyLevel.prompt else sum(kept) / len(kept)
 
     def note(self, divide_by_std: bool) -> str:
         """That sentences are told apart by a rule, where that is so."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.engines.server.replica import FINISHES, HEAT, LostError, Part, Replica
+from mtgrpo.engines.server.replica import FINISHES, HEAT, Answered, LostError, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.types import Sampling
 
@@ -24,7 +24,7 @@ class SGLang(Replica):
         info = await self.ask("GET", "/get_server_info")
         self._check_length(info.get("context_length") or longest, longest, "--context-length")
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Answered:
         settings = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -34,7 +34,7 @@ class SGLang(Replica):
         }
         meta = await self._generate(tokens, settings)
         listed, finish = meta["output_token_logprobs"], FINISHES[meta["finish_reason"]["type"]]
-        return Part([entry[1] for entry in listed], [entry[0] for entry in listed], [], finish)
+        return Answered([entry[1] for entry in listed], [entry[0] for entry in listed], [], finish)
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         settings = {"max_new_tokens": 1, "temperature": HEAT, "ignore_eos": True}

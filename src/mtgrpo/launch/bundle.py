@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import mtgrpo
-from mtgrpo.config.compose import Composed
+from mtgrpo.config.compose import Configured
 from mtgrpo.config.trust import declared
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Parts, Reach, Where
@@ -55,7 +55,7 @@ def versions() -> str:
     return "".join(f"{name}=={found[name]}\n" for name in sorted(found) if not _OF_TORCH.fullmatch(name))
 
 
-def user_files(composed: Composed, words: Sequence[str], more: Sequence[str]) -> dict[str, Path]:
+def user_files(composed: Configured, words: Sequence[str], more: Sequence[str]) -> dict[str, Path]:
     """The user's files that a run reads, by their names below the working folder: recipes, code, tasks, prompts.
 
     words: of the command line, which may name recipes. more: files and folders that nothing else names.
@@ -79,7 +79,7 @@ def user_files(composed: Composed, words: Sequence[str], more: Sequence[str]) ->
     return files
 
 
-def _paths(composed: Composed, words: Sequence[str], more: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _paths(composed: Configured, words: Sequence[str], more: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Settings with the paths that they name; those of `more` and of recipes first."""
     yield from (("files", name) for name in more)
     for word in words:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.config.compose import Composed, compose, parse
+from mtgrpo.config.compose import Configured, compose, parse
 from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.launch import bundle, sagemaker_entry
@@ -164,7 +164,7 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.strip("[]").split(",") if name.strip()]
 
 
-def _name(composed: Composed) -> str:
+def _name(composed: Configured) -> str:
     recipe = composed.choices["recipe"]
     stem = Path(str(recipe[0] if isinstance(recipe, list) else recipe)).stem  # pyright: ignore[reportUnknownArgumentType]
     return f"mtgrpo-{re.sub('[^a-zA-Z0-9]+', '-', stem)[:30]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"

@@ -28,7 +28,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.prefix import Prefix
-from mtgrpo.model.settings import NO_FLASH, Attention
+from mtgrpo.model.settings import NO_FLASH, AttentionKind
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
@@ -54,22 +54,22 @@ def check_attention(model: PreTrainedModel) -> None:
         raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
 
 
-def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
+def choose_attention(model: PreTrainedModel, wanted: AttentionKind) -> None:
     """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
     check_attention(model)
     reason = traits(model).unsupported_reason
-    if wanted is Attention.auto:
-        wanted = Attention.sdpa if reason else Attention.forest
-    if wanted is Attention.forest and reason:
+    if wanted is AttentionKind.auto:
+        wanted = AttentionKind.sdpa if reason else AttentionKind.forest
+    if wanted is AttentionKind.forest and reason:
         raise ConfigError(f"model.attention=forest: {reason}; set model.attention=auto")
-    if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
+    if wanted is AttentionKind.flash_attention_2 and not is_flash_attn_2_available():
         raise ConfigError(NO_FLASH)
     model.set_attn_implementation(wanted.value)
 
 
 def uses_forest(model: PreTrainedModel) -> bool:
     """Whether the model computes forests; else it takes padded rows."""
-    return _implementation(model) == Attention.forest.value
+    return _implementation(model) == AttentionKind.forest.value
 
 
 def cuts_trees(model: PreTrainedModel) -> bool:
@@ -346,5 +346,5 @@ def of_one_size(*tensors: Tensor) -> list[Tensor]:
     return [t if t.shape[-1] == size else nn.functional.pad(t, (0, size - t.shape[-1])) for t in tensors]
 
 
-AttentionInterface.register(Attention.forest.value, forest_attention)
-AttentionMaskInterface.register(Attention.forest.value, sdpa_mask)  # for calls without a forest
+AttentionInterface.register(AttentionKind.forest.value, forest_attention)
+AttentionMaskInterface.register(AttentionKind.forest.value, sdpa_mask)  # for calls without a forest

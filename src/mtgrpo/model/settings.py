@@ -18,7 +18,7 @@ SHIPPED = "tiny-calculator"  # the weights that come with the package
 Model = Annotated[str, Where(Reach.network, rf"(?!({'|'.join((*FROM_SCRATCH, SHIPPED))})\Z)")]
 
 
-class Attention(Enum):
+class AttentionKind(Enum):
     """How a training batch is laid out, and the kernel of its attention."""
 
     auto = "auto"  # forest where the model can, else sdpa
@@ -80,7 +80,7 @@ class ModelSettings:
 
     name: Model = "tiny"  # or a folder, or a name on the Hugging Face hub
     dtype: DType = DType.auto  # what the forward computes in; weights that are trained stay fp32
-    attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
+    attention: AttentionKind = AttentionKind.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
     quantization: Quantization = Quantization.none  # of the frozen layers below adapters
     head: Head = Head.fp32  # what the head's factors are rounded to: less is faster on a GPU; see policy/mismatch/*
@@ -89,7 +89,7 @@ class ModelSettings:
 
     def check_machine(self) -> None:
         """Raise ConfigError where a package that it needs is not installed."""
-        if self.attention is Attention.flash_attention_2 and find_spec("flash_attn") is None:
+        if self.attention is AttentionKind.flash_attention_2 and find_spec("flash_attn") is None:
             raise ConfigError(NO_FLASH)
         if self.quantization is not Quantization.none:
             refuse_without_package("bitsandbytes", f"model.quantization={self.quantization.value}")
@@ -97,7 +97,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("`name` is empty: give a folder, a name of the hub, smollm2, tiny or tiny-calculator")
-        if self.attention is Attention.flash_attention_2 and self.dtype in (DType.float32, DType.float64):
+        if self.attention is AttentionKind.flash_attention_2 and self.dtype in (DType.float32, DType.float64):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
         if self.head is not Head.fp32 and self.dtype is DType.float64:
             raise ConfigError(f"`head={self.head.value}` rounds what `dtype=float64` keeps: set `head=fp32`")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.batch.packing import Layout, pack
 from mtgrpo.errors import RunError
-from mtgrpo.model.attention import Attention, cuts_trees
+from mtgrpo.model.attention import AttentionKind, cuts_trees
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.prefix import Pass, passes
@@ -92,7 +92,7 @@ def check_gradient(model: PreTrainedModel, agreed: Callable[[str], str]) -> list
     check_derivative(model, context)
     if not (fault := agreed(check_walk(model, context))):
         return []
-    model.set_attn_implementation(Attention.sdpa.value)
+    model.set_attn_implementation(AttentionKind.sdpa.value)
     return [f"{fault}: training on padded rows"]
 
 

@@ -23,7 +23,7 @@ MIN_COUNTED_TOKENS = 16  # of a trajectory: the differences of fewer say little
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Deviation:
     """The context whose log-probabilities are furthest from those of the plain forward pass."""
 
     apart: float  # nats
@@ -43,7 +43,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Comparison:
+def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Deviation:
     """Compute some contexts of the last of `path`, which continues the others, again, each alone; the worst of them."""
     above: Prefix | None = None
     for chain in path[:-1]:
@@ -54,11 +54,11 @@ def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Comparison:
     every = every[micro.position.flatten()[every].argsort(stable=True)]  # by the length of their contexts
     parents = every[torch.linspace(0, len(every) - 1, min(CHECKED_CONTEXTS, len(every))).round().long()]
     logprobs = scorer.next_logprobs(micro, parents, Prefix(micro, above))
-    comparisons: list[Comparison] = []
+    comparisons: list[Deviation] = []
     for row, parent in zip(logprobs, parents.tolist(), strict=True):
         context = context_of(micro, parent)
         plain = scorer.reference(context, first=-1)
-        comparisons.append(Comparison(distance(plain.logprobs, row[None]), plain.bound, context))
+        comparisons.append(Deviation(distance(plain.logprobs, row[None]), plain.bound, context))
     return max(comparisons, key=lambda c: c.apart / c.bound if c.apart == c.apart else torch.inf)
 
 

@@ -21,7 +21,7 @@ from mtgrpo.policy.guard import worst_trajectory
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import Control, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
-from mtgrpo.policy.witness import Evidence, Witness, choose
+from mtgrpo.policy.witness import GroupEvidence, Witness, choose
 
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
@@ -71,7 +71,7 @@ class Objective:
         self._sequence: Tensor | None = None  # of that update, what `Tokens.sequence` is taken from
         self._state_weight = nothing  # of that update, what makes the sum over the states of a trajectory their mean
 
-    def prepare(self, rewards: Rewards, seed: int, evidence: Evidence | None) -> CooperativeTask[None]:
+    def prepare(self, rewards: Rewards, seed: int, evidence: GroupEvidence | None) -> CooperativeTask[None]:
         """Compute the advantages, and what the losses need once for the batch, by as few forward passes as it takes."""
         learning, algorithm, batch = self._learning, self._learning.algorithm, self._batch
         everything = learning.compared(rewards)

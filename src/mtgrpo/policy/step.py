@@ -16,13 +16,13 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.model.attention import Attention, cuts_trees
+from mtgrpo.model.attention import AttentionKind, cuts_trees
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.prefix import Pass, Prefix
 from mtgrpo.model.rounding import ends_the_run
 from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.policy.gradient_check import check_derivative, check_walk
-from mtgrpo.policy.guard import Comparison, compare, deepest, depth
+from mtgrpo.policy.guard import Deviation, compare, deepest, depth
 from mtgrpo.policy.layouts import ParallelLayout, Score
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
@@ -88,10 +88,10 @@ class Policy:
             f"a tree is larger than batch.token_budget={self._token_budget}, and {type(self.model).__name__} attends "
             "several times in a layer, so that no part of it can be computed first" + ON_ROWS
         )
-        self._use(Attention.sdpa)
+        self._use(AttentionKind.sdpa)
         return self._pack(batch, entries)
 
-    def _use(self, attention: Attention) -> None:
+    def _use(self, attention: AttentionKind) -> None:
         """Lay micro-batches out as `attention` reads them, from here on."""
         self.model.set_attn_implementation(attention.value)
         self._layout = layout_of(self.model)
@@ -120,14 +120,14 @@ class Policy:
             if self._compare(rows).holds:
                 self.notes.append(fault + ON_ROWS)
                 return rows
-            self._use(Attention.forest)
+            self._use(AttentionKind.forest)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {worst}"
         if ends_the_run(worst.apart, MAX_OUTLIER_RATIO * worst.bound):
             raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
         return packings
 
-    def _compare(self, packings: list[Packing]) -> Comparison:
+    def _compare(self, packings: list[Packing]) -> Deviation:
         """The deepest micro-batch of all ranks with plain forward passes; every rank computes it, the worst counts."""
         deepest_of = max(packings, key=lambda packing: depth(packing.micro_batches))
         found = compare(self.scorer, deepest(deepest_of.micro_batches))
@@ -136,7 +136,7 @@ class Policy:
 
     def _on_rows(self, fault: str, batch: Batch, entries: Tensor) -> list[Packing]:
         """Padded rows from here on. Raises RunError where the token budget does not hold one."""
-        self._use(Attention.sdpa)
+        self._use(AttentionKind.sdpa)
         try:
             return self._pack(batch, entries)
         except ConfigError as error:

@@ -31,7 +31,7 @@ from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.updater import PolicyUpdater
-from mtgrpo.policy.witness import Evidence
+from mtgrpo.policy.witness import GroupEvidence
 from mtgrpo.profile import Profile, Profiler
 from mtgrpo.weights.checkpoint import ModelSnapshot, read_training
 from mtgrpo.weights.source import ModelWeights
@@ -131,7 +131,7 @@ class TrainerRank:
         rewards: Rewards,
         version: int,
         seed: int,
-        evidence: Evidence | None,
+        evidence: GroupEvidence | None,
         ref_logp: Tensor | None = None,
     ) -> CooperativeTask[Metrics]:
         """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""

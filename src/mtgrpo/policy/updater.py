@@ -20,7 +20,7 @@ from mtgrpo.policy.objective import WORST_MISMATCH, Objective
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import UpdateConfig, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
-from mtgrpo.policy.witness import Evidence
+from mtgrpo.policy.witness import GroupEvidence
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
@@ -70,7 +70,7 @@ class PolicyUpdater:
         rewards: Rewards,
         version: int,
         seed: int,
-        evidence: Evidence | None = None,
+        evidence: GroupEvidence | None = None,
         ref_logp: Tensor | None = None,
     ) -> CooperativeTask[Metrics]:
         """Update the policy, which has seen `version` updates, on one rollout batch; metrics are means over its steps.

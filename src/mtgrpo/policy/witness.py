@@ -32,7 +32,7 @@ MIN_ADVANTAGE = 1e-6  # of a trajectory that may be chosen
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GroupEvidence:
     """What the groups of a batch say by themselves: laid out apart from the batch that is trained."""
 
     names: list[str]  # [trajectories], for people
@@ -42,7 +42,7 @@ class Evidence:
     rewards: Rewards | None
 
 
-def evidence_of(groups: Sequence[Group], learning: UpdateConfig) -> Evidence | None:
+def evidence_of(groups: Sequence[Group], learning: UpdateConfig) -> GroupEvidence | None:
     """That of `groups`; None where nobody knows what the loss should be: of a user's own code, and of controls."""
     algorithm, estimator = learning.algorithm, learning.advantage
     owners = [_owner(algorithm, method) for method in ("baseline", "normalise", "loss")]
@@ -65,7 +65,7 @@ def evidence_of(groups: Sequence[Group], learning: UpdateConfig) -> Evidence | N
         rewards = rewards_of(groups, algorithm, *tokens)
     names = [f"sample {t.sample_index} of task {t.task.id!r} (reward {t.reward:.4g})" for t in trajectories]
     group = [number for number, group in enumerate(groups) for _ in group.trajectories]
-    return Evidence(names, group, sampled, advantage, rewards)
+    return GroupEvidence(names, group, sampled, advantage, rewards)
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Witness:
 
 
 def choose(
-    evidence: Evidence,
+    evidence: GroupEvidence,
     learning: UpdateConfig,
     rewards: Rewards,
     values: Tensor | None,
@@ -184,7 +184,7 @@ def _plain(group: Group, algorithm: Algorithm, estimator: AdvantageEstimator) ->
     return [(value - mean) / (deviation + algorithm.epsilon if algorithm.divide_by_std else 1.0) for value in returns]
 
 
-def _share(learning: UpdateConfig, members: Sequence[int], chosen: int, evidence: Evidence) -> float:
+def _share(learning: UpdateConfig, members: Sequence[int], chosen: int, evidence: GroupEvidence) -> float:
     """Of each token of `chosen` in the loss of `members`; 0 = not known."""
     average, group = learning.algorithm.average, evidence.group
     if average is Average.trajectory_mean:

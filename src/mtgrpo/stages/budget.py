@@ -22,7 +22,7 @@ from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
 
 if TYPE_CHECKING:
-    from mtgrpo.config.compose import Composed
+    from mtgrpo.config.compose import Configured
 
 LIMITS = ("steps", "epochs", "total_turns", "wall_time_s")  # of a run's length, in the trainer's settings
 GPU_BYTES = 80 * 10**9  # of each GPU that a dry run plans for where there is none
@@ -67,7 +67,7 @@ def no_better(success: Mapping[int, float], stop: int) -> str:
     return f"eval.stop={stop}: held-out success has not been above {success[best]:.3f} since step {best}"
 
 
-def described(command: str, composed: Composed) -> str:
+def described(command: str, composed: Configured) -> str:
     """The verdict of the checks with what a run would take, what it would note, and the options that were chosen."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = _planned(command, composed.experiment), untried(composed.experiment)

@@ -23,7 +23,7 @@ from mtgrpo.parallel.none import NoParallel
 from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, T, at_once
 from mtgrpo.policy.trainer import Stage, TrainerConfig, TrainerRank
-from mtgrpo.policy.witness import Evidence
+from mtgrpo.policy.witness import GroupEvidence
 from mtgrpo.weights.checkpoint import Snapshot
 from mtgrpo.weights.saved import Checkpoint
 
@@ -69,7 +69,7 @@ class PolicyTrainer:
         self._moved, self._gives_way = moved, gives_way
 
     async def update(
-        self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None
+        self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: GroupEvidence | None
     ) -> Metrics:
         """Train the policy, which has seen `version` training steps, on a rollout batch. Raises RunError."""
         ref_logp: Tensor | None = None

@@ -14,7 +14,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.journal import Journal
 from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.step import Metrics
-from mtgrpo.policy.witness import Evidence, evidence_of
+from mtgrpo.policy.witness import GroupEvidence, evidence_of
 from mtgrpo.profile import Profiler
 from mtgrpo.record.tokens import KeepTokens, keep_none
 from mtgrpo.rollout.settings import Difficulty
@@ -102,7 +102,7 @@ async def learn(
         run.trainer.skip(step - 1)
         return {}
 
-    def lay_out() -> tuple[Batch, Rewards, Evidence | None]:
+    def lay_out() -> tuple[Batch, Rewards, GroupEvidence | None]:
         with profiler.measure("packing"):
             trajectories = [trajectory for group in compared for trajectory in group.trajectories]
             batch = build_batch(trajectories)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mtgrpo.engines import Demand, Engine, Phase, Row
+from mtgrpo.engines import Demand, Engine, Item, Phase
 from mtgrpo.errors import require
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ class Local(Engine):
 
         check_room(self.cache_share, memory_bytes(device), token_bytes, longest)
 
-    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+    def plan_memory(self, demand: Demand) -> tuple[list[Item], Engine]:
         """See `Engine.plan_memory`: a copy of the weights, what a step of decoding makes, and the KV cache."""
         from mtgrpo.engines.local.decoder import copy_bytes  # noqa: PLC0415  settings alone import no library
         from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, whole_blocks  # noqa: PLC0415
 
         cuda, vocabulary = demand.device_type == "cuda", int(demand.model.config.get_text_config().vocab_size)
         rows = [
-            Row("engine's copy of weights", copy_bytes(demand.model, demand.device_type), demand.phases),
-            Row("logits of a decoding step", 3 * 4 * demand.conversations * vocabulary, (Phase.sampling,)),
+            Item("engine's copy of weights", copy_bytes(demand.model, demand.device_type), demand.phases),
+            Item("logits of a decoding step", 3 * 4 * demand.conversations * vocabulary, (Phase.sampling,)),
         ]
         conversation = demand.token_bytes * whole_blocks(demand.longest)
         room = int(self.cache_share * demand.device_bytes)
@@ -71,7 +71,7 @@ class Local(Engine):
             room = min(room, demand.conversations * conversation)
         tokens = f", {room // demand.token_bytes:,} tokens" if demand.token_bytes else ""
         settled = replace(self, memory_fraction=room / demand.device_bytes) if room else self
-        return [*rows, Row(f"KV cache{tokens}", room, demand.phases)], settled
+        return [*rows, Item(f"KV cache{tokens}", room, demand.phases)], settled
 
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, SharedPrefix
 from mtgrpo.engines.local.paged_attention import FlatRows, Row, follow_on
 from mtgrpo.model.cpu_kernels import CPU_INFO
 from mtgrpo.runtime.files import put_whole
@@ -178,14 +178,14 @@ class CompiledPlanner:
             last.rows[:, LENGTH] += 1
             last.lengths[:] = [length + 1 for length in last.lengths]
             return last
-        groups: dict[tuple[Prefix | None, BlockTable | None], list[Row]] = {}
+        groups: dict[tuple[SharedPrefix | None, BlockTable | None], list[Row]] = {}
         for row in rows:
             prefix = row.block_table.prefix
             groups.setdefault((prefix, None if prefix else row.block_table), []).append(row)
         flat = FlatRows(list(chain.from_iterable(groups.values())))
         table, blocks = np.zeros((len(rows), 7), np.int32), flat.blocks.tolist()
         table[:, FIRST], table[:, END] = flat.ends + 1 - flat.counts, flat.ends + 1
-        table[:, POOL] = [isinstance(row.block_table, Prefix) for row in flat.rows]
+        table[:, POOL] = [isinstance(row.block_table, SharedPrefix) for row in flat.rows]
         table[:, BLOCKS], table[:, LENGTH] = flat.block_starts, flat.lengths
         place = 0
         for (prefix, _), users in groups.items():

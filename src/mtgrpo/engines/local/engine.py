@@ -27,7 +27,7 @@ from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row, attend
 from mtgrpo.engines.local.sampling import sample, uniforms
-from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Request, Scheduler
+from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, OpenConversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
@@ -160,7 +160,7 @@ class LocalEngine(RunningEngine):
 
     @contextmanager
     def _open(self, key: Key) -> Generator[Answer]:
-        conversation = Conversation(key)
+        conversation = OpenConversation(key)
         self._scheduler.open(conversation)
         try:
             yield partial(self._ask, conversation)
@@ -169,7 +169,7 @@ class LocalEngine(RunningEngine):
             self._changed.set()
 
     async def _ask(
-        self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling, stream: int
+        self, conversation: OpenConversation, tokens: Sequence[int], sampling: Sampling, stream: int
     ) -> Completion:
         if self._closed:
             raise EngineError("the engine is closed")

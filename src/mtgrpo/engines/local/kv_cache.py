@@ -32,7 +32,7 @@ class BlockTable:
 
     tokens: list[int] = field(default_factory=list[int])
     blocks: list[int] = field(default_factory=list[int])
-    prefix: Prefix | None = None
+    prefix: SharedPrefix | None = None
 
     @property
     def start(self) -> int:
@@ -46,13 +46,13 @@ class BlockTable:
 
 
 @dataclass(eq=False)
-class Prefix(BlockTable):
+class SharedPrefix(BlockTable):
     """What several conversations begin with."""
 
     wanted: list[int] = field(default_factory=list[int])  # all its tokens; `tokens` are those that are there yet
     users: int = 0
     shared: bool = True  # whether more may join
-    source: Prefix | None = None  # begins alike: what both have in common is copied once it is there
+    source: SharedPrefix | None = None  # begins alike: what both have in common is copied once it is there
 
     @property
     def missing(self) -> int:
@@ -139,7 +139,7 @@ class KVCache:
         self.own.release()
 
     def pool(self, block_table: BlockTable) -> BlockPool:
-        return self.prefixes if isinstance(block_table, Prefix) else self.own
+        return self.prefixes if isinstance(block_table, SharedPrefix) else self.own
 
 
 def whole_blocks(tokens: int) -> int:

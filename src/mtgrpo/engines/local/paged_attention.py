@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache, SharedPrefix
 
 GRID = 8  # the number of tokens is rounded up: every new shape costs the matrix products time
 DENSE = 0.5  # a range of blocks is read in place, without copying, if this share of it is wanted
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockGroup:
     """Blocks, or rows of several blocks, each seen by the same number of queries."""
 
     pool: BlockPool
@@ -61,7 +61,7 @@ class BatchPlan:
     last: Tensor  # [rows] flat number of each row's last token
     writes: list[tuple[BlockPool, slice, Tensor]]  # flat numbers of tokens, and [tokens * heads] where their keys go
     real: int  # how many tokens are no padding
-    parts: list[Part]
+    parts: list[BlockGroup]
     table: Tensor  # [tokens, parts of each] numbers of partial results, counted through all parts
     absent: Tensor | None  # the same shape: true where a token has fewer parts; None = nowhere
     block_table: list[BlockTable]  # of all rows, if each has one token: then the plan can be advanced
@@ -84,9 +84,9 @@ class BatchPlanner:
         last = self._last
         if last and follow_on(rows, last.block_table, last.lengths):
             return self._advance(last, rows)
-        decoding = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.block_table, Prefix)]
-        prefill = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.block_table, Prefix)]
-        prefixes = [row for row in rows if isinstance(row.block_table, Prefix)]
+        decoding = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.block_table, SharedPrefix)]
+        prefill = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.block_table, SharedPrefix)]
+        prefixes = [row for row in rows if isinstance(row.block_table, SharedPrefix)]
         for several in (prefill, prefixes):
             several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.block_table.blocks)))
         flat = FlatRows([*decoding, *prefill, *prefixes])
@@ -185,7 +185,7 @@ class _Parts:
     """Collects parts and, for every token, the numbers of its partial results: those of its own blocks come first."""
 
     def __init__(self, planner: BatchPlanner, flat: FlatRows, decoding: int) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[BlockGroup] = []
         self._results = 0
         self._planner, self._kv_cache, self._flat, self._decoding = planner, planner.blocks, flat, decoding
         self._own = np.ones(len(flat.rows), np.int64)  # results that the tokens of each row have of their own blocks
@@ -216,7 +216,7 @@ class _Parts:
     def add_prefixes(self, end: int) -> None:
         """A part of the blocks of all prefixes of the rows [0, end)."""
         flat = self._flat
-        users: dict[Prefix, list[int]] = {}  # tokens
+        users: dict[SharedPrefix, list[int]] = {}  # tokens
         for row, count, last in zip(flat.rows[:end], flat.counts.tolist(), flat.ends.tolist(), strict=False):
             if prefix := row.block_table.prefix:
                 users.setdefault(prefix, []).extend(range(last + 1 - count, last + 1))
@@ -273,7 +273,7 @@ class _Parts:
         self._add(pool, self._planner.put(blocks), query, mask)
 
     def _add(self, pool: BlockPool, blocks: slice | Tensor, query: _Numbers, mask: Tensor) -> None:
-        self.parts.append(Part(pool, blocks, self._planner.put(query.ravel()), mask))
+        self.parts.append(BlockGroup(pool, blocks, self._planner.put(query.ravel()), mask))
         self._results += query.size
 
     def _mask(self, last: _Numbers, places: int) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, SharedPrefix
 from mtgrpo.engines.local.paged_attention import Row
 from mtgrpo.types import Completion, Finish, Sampling
 
@@ -22,7 +22,7 @@ SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
 
 
 @dataclass(eq=False)
-class Conversation:
+class OpenConversation:
     """What the engine knows of one open conversation."""
 
     key: Key
@@ -39,7 +39,7 @@ class Conversation:
 class Request:
     """One requested turn."""
 
-    conversation: Conversation
+    conversation: OpenConversation
     tokens: list[int]  # the context and, so far, the output
     sampling: Sampling
     stream: int  # key of its random numbers
@@ -60,10 +60,10 @@ class Scheduler:
     def __init__(self, kv_cache: KVCache, prefill_tokens: int) -> None:
         self._kv_cache, self._prefill_tokens = kv_cache, prefill_tokens
         self._step = 0
-        self._conversations: list[Conversation] = []
+        self._conversations: list[OpenConversation] = []
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._prefixes: list[Prefix] = []  # by their tokens, ascending
+        self._prefixes: list[SharedPrefix] = []  # by their tokens, ascending
 
     @property
     def silent(self) -> bool:
@@ -74,10 +74,10 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return [*self._running, *self._waiting]
 
-    def open(self, conversation: Conversation) -> None:
+    def open(self, conversation: OpenConversation) -> None:
         self._conversations.append(conversation)
 
-    def close(self, conversation: Conversation) -> None:
+    def close(self, conversation: OpenConversation) -> None:
         """Release the conversation's blocks, drop its requests."""
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
@@ -115,7 +115,7 @@ class Scheduler:
         if self._waiting:
             self._start()
         rows: list[tuple[Row, Request | None]] = []
-        planned: dict[Prefix, int] = {}  # how many tokens of each prefix will be missing after this step
+        planned: dict[SharedPrefix, int] = {}  # how many tokens of each prefix will be missing after this step
         room, block_length = self._prefill_tokens, self._kv_cache.own.length
         index = 0
         while index < len(self._running):  # which loses requests at its end when memory runs out
@@ -140,9 +140,9 @@ class Scheduler:
                 rows.append((row, request if count == pending else None))
         if not planned:
             return rows
-        return [row for row in rows if not isinstance(row[0].block_table, Prefix) or row[0].block_table.users]
+        return [row for row in rows if not isinstance(row[0].block_table, SharedPrefix) or row[0].block_table.users]
 
-    def _waits(self, prefix: Prefix) -> bool:
+    def _waits(self, prefix: SharedPrefix) -> bool:
         """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
         if (source := prefix.source) is None:
             return False
@@ -156,7 +156,7 @@ class Scheduler:
         self._replace_source(source)
         return self._waits(prefix)
 
-    def _replace_source(self, source: Prefix) -> None:
+    def _replace_source(self, source: SharedPrefix) -> None:
         """Nobody computes `source` now: the first of those that wait for it computes what they have in common."""
         waiting = [prefix for prefix in self._prefixes if prefix.source is source]
         for prefix in waiting:
@@ -207,7 +207,7 @@ class Scheduler:
         """How many more blocks what the request has pending takes."""
         return self._kv_cache.own.missing(request.conversation.block_table, request.pending)
 
-    def _make_room(self, blocks: int, before: Conversation) -> bool:
+    def _make_room(self, blocks: int, before: OpenConversation) -> bool:
         """Whether there are so many free blocks, if idle conversations that began after `before` are evicted for it."""
         pool = self._kv_cache.own
         idle = sum(len(conversation.block_table.blocks) for conversation in self._idle(before))
@@ -259,7 +259,7 @@ class Scheduler:
 
         What another prefix begins with too is computed once.
         """
-        prefix, pool = Prefix(wanted=common), self._kv_cache.prefixes
+        prefix, pool = SharedPrefix(wanted=common), self._kv_cache.prefixes
         if len(common) >= SHORTEST_PREFIX and pool.missing(prefix, len(common)) <= pool.free:
             pool.reserve(prefix, len(common))
             place = bisect(self._prefixes, common, key=lambda p: p.wanted)
@@ -269,18 +269,18 @@ class Scheduler:
             self._prefixes.insert(place, prefix)
             self._attach(group, prefix)
 
-    def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
+    def _attach(self, group: Sequence[Request], prefix: SharedPrefix) -> None:
         prefix.users += len(group)
         for request in group:
             request.conversation.block_table.prefix = prefix
 
-    def _idle(self, before: Conversation | None) -> list[Conversation]:
+    def _idle(self, before: OpenConversation | None) -> list[OpenConversation]:
         """Conversations that have blocks, are not running and began after `before`."""
         running = {request.conversation for request in self._running}
         idle = [c for c in self._conversations if c.block_table.blocks and c not in running]
         return [c for c in idle if before is None or c.age > before.age]
 
-    def _evict(self, before: Conversation | None) -> int:
+    def _evict(self, before: OpenConversation | None) -> int:
         """Evict the idle conversation that began last, and after `before`; how many blocks it had."""
         if not (idle := self._idle(before)):
             return 0

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from mtgrpo.engines import Demand, Engine, Phase, Row
+from mtgrpo.engines import Demand, Engine, Item, Phase
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import Head
 from mtgrpo.parts import Network, Option, Program, Reach, extension
@@ -189,7 +189,7 @@ class Server(Engine):
         """Of a GPU's memory; None: vLLM decides."""
         return self.memory_fraction or (SHARED if self.shares_gpu else None)
 
-    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+    def plan_memory(self, demand: Demand) -> tuple[list[Item], Engine]:
         """See `Engine.plan_memory`; on a GPU of its own a server takes nearly all."""
         from mtgrpo.engines.server.push import BUCKET_BYTES  # noqa: PLC0415  settings alone import no library
 
@@ -203,10 +203,10 @@ class Server(Engine):
                 f"engine.memory_fraction={taken / here / demand.device_bytes:g} of {demand.device_bytes / 1e9:.0f} GB "
                 f"does not hold a server's weights, {least / 1e9:.1f} GB: set it higher, or engine.tensor_parallel"
             )
-        way = [Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))]  # after an update, before sampling
+        way = [Item("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))]  # after an update, before sampling
         return [
-            Row("server's libraries and context", here * demand.process_bytes),
-            Row("server's weights and KV cache", taken, demand.phases),
+            Item("server's libraries and context", here * demand.process_bytes),
+            Item("server's weights and KV cache", taken, demand.phases),
             *(way if demand.trains else []),
         ], self
 

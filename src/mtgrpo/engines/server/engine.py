@@ -24,7 +24,7 @@ import torch
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
 from mtgrpo.engines.server import OWN, VLLM, Server, Sync, local, vllm
 from mtgrpo.engines.server.push import IPC, NCCL, PROOF_TOKENS, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
-from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, LostError, Part, Process, Replica, ServerProcess
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, Answered, LostError, Process, Replica, ServerProcess
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
@@ -175,7 +175,7 @@ class ServerEngine(RunningEngine):
         finally:
             self._requests.remove(request)
 
-    async def _sample(self, replica: Replica, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+    async def _sample(self, replica: Replica, tokens: Sequence[int], sampling: Sampling, seed: int) -> Answered:
         """What `replica` gives after `tokens`. Raises LostError, also where others find out that it is lost."""
         load = len(tokens) + sampling.max_new_tokens
         replica.add_load(load)

@@ -31,7 +31,7 @@ class LostError(EngineError):
 
 
 @dataclass(frozen=True)
-class Part:
+class Answered:
     """What a server sampled for one request; `finish` is None where it was interrupted."""
 
     tokens: list[int]
@@ -196,7 +196,7 @@ class Replica(ABC):
         """Raise ConfigError where it serves another model than `config` says, or shorter contexts than `longest`."""
 
     @abstractmethod
-    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Answered:
         """Go on after `tokens`."""
 
     @abstractmethod

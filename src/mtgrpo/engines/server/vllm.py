@@ -19,7 +19,7 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from mtgrpo.engines.server import MAX_NAMED_TOKENS, Server
-from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, LostError, Part, Replica
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, Answered, LostError, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.resources import SLEEP
@@ -64,7 +64,7 @@ class VLLM(Replica):
         except EngineError as error:
             raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Answered:
         settings: dict[str, Any] = {
             **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "max_tokens": sampling.max_new_tokens,
@@ -76,7 +76,7 @@ class VLLM(Replica):
         (choice,) = (await self._generate(tokens, settings))["choices"]
         listed = choice["logprobs"]["content"]
         kept = [_kept(entry) for entry in listed] if sampling.cuts else []
-        return Part(choice["token_ids"], [e["logprob"] for e in listed], kept, FINISHES[choice["finish_reason"]])
+        return Answered(choice["token_ids"], [e["logprob"] for e in listed], kept, FINISHES[choice["finish_reason"]])
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HEAT, "logprobs": 0, "ignore_eos": True}
