@@ -68,7 +68,8 @@ class Half(Reward):
 
 @dataclass
 class Fails(Reward):
-    """Breaks."""
+    """Breaks, once it is open."""
+    cpu_heavy = True
 
     def reward(self, trajectory):
         raise OSError("the grader is away")
@@ -533,21 +534,64 @@ def test_python_takes_what_the_command_takes() -> None:
         asyncio.run(mtgrpo.train("calculator", "nowhere"))  # type: ignore[arg-type]
 
 
-def test_somebodys_own_reward_is_not_tried(run: Run, place: Path) -> None:
-    code = """
+OWN_REWARD = """
 from dataclasses import dataclass
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import PolicyError
 from mtgrpo.rewards import Reward
 
 @dataclass
 class Paid(Reward):
     def reward(self, trajectory):
-        raise ConfigError("called")
+        return GRADE
 """
-    Path("own.py").write_text(code)
+GRADES = {  # of a reward of one's own, and what a dry run says of it
+    "float(trajectory.final.startswith(trajectory.task.anwser))": "has no attribute 'anwser'",
+    "trajectory.final": "give a finite number",
+    "float(len(trajectory.turns) > 0)": "",
+}
+ROWS = ["recipe=jsonl", "task.path=rows.jsonl", "task.val_files=[held_out.jsonl]", "model.name=tiny"]
+
+
+def write_rows() -> None:
+    """What `ROWS` name."""
+    for name, file in (("one", "held_out.jsonl"), ("two", "rows.jsonl")):
+        Path(file).write_text(json.dumps({"id": name, "prompt": "1 + 1?", "answer": "2"}) + "\n")
+
+
+TRIED = {"the demonstration of task calculator/": [], "the bare answer '2' of task one": ROWS}
+
+
+@pytest.mark.parametrize(("what", "words"), TRIED.items())
+@pytest.mark.parametrize(("grade", "said"), GRADES.items())
+def test_somebodys_own_reward_is_tried(
+    grade: str, said: str, what: str, words: list[str], run: Run, place: Path, no_model: None
+) -> None:
+    Path("own.py").write_text(OWN_REWARD.replace("GRADE", grade))
+    write_rows()
+    code, out, err = run("train", *words, "reward=[numeric,own.py:Paid]", "--dry-run")
+    if not said:
+        assert code == 0 and "nothing was run; a run" in out
+        return
+    assert code == 2 and f"fails for {what}" in err and said in err
+    assert f"{Path.cwd()}/own.py, line " in err and "raise PolicyError where a text cannot be graded" in err
+
+
+def test_what_a_reward_of_ones_own_cannot_grade_is_no_mistake_of_it(run: Run, place: Path, no_model: None) -> None:
+    raised = "    if '####' not in trajectory.final: raise PolicyError('no number')\n        return 1.0"
+    Path("own.py").write_text(OWN_REWARD.replace("return GRADE", raised.strip()))
+    write_rows()
+    assert run("train", *ROWS, "reward=own.py:Paid", "--dry-run")[0] == 0
+
+
+def test_a_reward_of_ones_own_is_said_to_be_untried_where_only_a_run_can_try_it(
+    run: Run, place: Path, no_model: None
+) -> None:
+    away = OWN_REWARD.replace("GRADE", "1 / 0").replace(
+        "class Paid(Reward):", "class Paid(Reward):\n    cpu_heavy = True"
+    )
+    Path("own.py").write_text(away)
     code, out, _ = run("train", "reward=own.py:Paid", "--dry-run")
     assert code == 0 and "nothing was run, nor your own reward tried; a run" in out
-    assert run("train", "reward=[numeric,own.py:Paid]", "task=game", "sft.steps=0", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(

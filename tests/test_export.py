@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,7 @@ def test_it_holds_what_the_model_was_trained_to_see(tmp_path: Path) -> None:
     assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 40
     program, answering = ((out / name).read_text() for name in ("chat.py", "tools.py"))
     compile(program, "chat.py", "exec")
-    assert "range(3)" in program and "ToolUse(tools={'calculator': {}}" in answering
+    assert "range(3)" in program and "OPTIONS = {'calculator': {}}" in answering
     used = ran(out)
     used["start"](opening, json.loads((out / "example.json").read_text()))
     (answer, mistake) = (used["answers"](f"<tool_call>{text}</tool_call>") for text in (json.dumps(CALL), "{"))
@@ -218,6 +220,29 @@ def test_a_tool_with_a_state_begins_with_the_row_of_the_example(
     with pytest.raises(OutageError, match="the tool Till failed: TypeError"):  # no mistake of the model
         used["answers"](buys("pot"))
     used["run"].__self__.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_program_says_what_its_tools_with_a_state_begin_with(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("till.py").write_text(TILL)
+    option, name = ("till.py:Till", "Till") if own else ("calculator", "calculator")
+    few = {"environment.max_turns": "1", "sampling.max_new_tokens": "2", "environment.tools": json.dumps([option])}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **few}})
+    tool = {"function": {"name": name, "parameters": {}}}
+    row = {**conversation("Buy.", 1.0), "tools": [tool], "metadata": {"prices": {"tea": 3}}}
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories/evaluation_after.jsonl").write_text(json.dumps(row) + "\n")
+    out = exported(path, "hf", tmp_path / "out")
+    monkeypatch.syspath_prepend(out)
+    monkeypatch.setattr("sys.argv", ["chat.py", "How", "much?"])
+    monkeypatch.delitem(sys.modules, "tools", raising=False)
+    runpy.run_path(str(out / "chat.py"), run_name="__main__")["tools"].run.__self__.close()
+    said, warned = capsys.readouterr()
+    assert "[user] How much?" in said
+    assert (f"The tools begin with the row of {out}/example.json" in warned) is own
 
 
 @pytest.mark.parametrize("typed", [True, False])

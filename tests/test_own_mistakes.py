@@ -235,7 +235,7 @@ SMALL = [
 
 
 # What shows only while a run goes on takes a second each; the others are refused before a model is loaded.
-RUNNING = ("an environment", "a reward", "rewards", "a condenser", "a sink", "demonstrations")
+RUNNING = ("an environment", "rewards", "a condenser", "a sink", "demonstrations")
 
 
 @pytest.mark.parametrize(

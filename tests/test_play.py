@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from mtgrpo.commands.play import _Person
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.types import Message, Task, ToolCall
 
+ENDING = str(list(range(2048))).replace(" ", "")  # every token ends a turn
 TASK = Task("play/0", (Message("user", "What is 2 + 3?"),))
 
 
@@ -30,6 +34,47 @@ async def test_tools_answer_the_model_and_the_person_goes_on_where_it_would_end(
     shown = capsys.readouterr().out
     assert 'model: -> calculator({"expression": "2+3"})\ncalculator: 5\n' in shown
     assert "model: It is 5." in shown and "\x1b" not in shown
+
+
+TILL = """
+from dataclasses import dataclass
+from mtgrpo.tools import Tool
+
+@dataclass
+class Till(Tool):
+    'Buys a thing.'
+
+    async def start(self, task):
+        print("opened for", task.messages[-1].content, task.metadata["prices"])
+
+    def __call__(self, thing: str) -> str:
+        return thing
+"""
+
+
+def test_words_of_ones_own_come_with_the_row_that_tools_read(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("till.py").write_text(TILL)
+    rows = [{"id": name, "prompt": f"Buy {name}.", "answer": "1", "prices": {name: 1}} for name in ("tea", "rice")]
+    for file in ("train.jsonl", "held_out.jsonl"):
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n\n\n\n\n\nAgain.\n\n"))
+    words = [
+        "task=jsonl",
+        "task.path=train.jsonl",
+        "task.val_files=[held_out.jsonl]",
+        "model.name=tiny-calculator",
+        "sft.steps=0",
+    ]
+    words += ["environment.tools=[till.py:Till]", "sampling.max_new_tokens=2", f"sampling.stop_ids={ENDING}"]
+    code, out, err = run("play", *words, "log=[console]", "hydra.run.dir=run")
+    assert code == 0, err
+    assert "tools see the row of the last example with your words, at first of tea" in " ".join(out.split())
+    opened = re.findall(r"opened for (.*?) (\{.*?\})", out)[-4:]
+    tea, rice = "{'tea': 1}", "{'rice': 1}"
+    assert opened == [("Hello.", tea), ("Buy tea.", tea), ("Buy rice.", rice), ("Again.", rice)]
+    assert "failed" not in out
 
 
 @pytest.mark.real

@@ -29,9 +29,9 @@ def program() -> str:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
-    bare = {one.lstrip("-"): one for one in known}  # what flags share says nothing
-    close = [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), bare, 2)]
-    return f"did you mean {' or '.join(close)}? " if close else ""
+    bare, name = {one.lstrip("-"): one for one in known}, name.lstrip("-")  # what flags share says nothing
+    close = difflib.get_close_matches(name, bare, 2) or [one for one in bare if name and one.startswith(name)][:2]
+    return f"did you mean {' or '.join(bare[one] for one in close)}? " if close else ""
 
 
 class Arguments(argparse.ArgumentParser):

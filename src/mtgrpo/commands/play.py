@@ -74,14 +74,21 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
         if experiment.agent.active:
             run.sinks.note("here the policy answers alone, without the agent; `mtgrpo serve` serves it to the agent")
         run.sinks.note("your words, then Enter; an empty line takes an example, or ends a conversation; Ctrl-D leaves")
-        examples, keyboard = itertools.cycle(run.held_out), _Keyboard()
+        examples, example, keyboard = itertools.cycle(run.held_out), run.held_out[0], _Keyboard()
+        if example.metadata:
+            row = json.dumps(dict(example.metadata), ensure_ascii=False, default=str)
+            run.sinks.note(
+                f"tools see the row of the last example with your words, at first of {example.id}: {row:.200}"
+            )
         for number in itertools.count():
             said = await keyboard.ask()
             if keyboard.left:
                 return
-            task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
-            if not said:
-                task = next(examples)
+            if said:
+                words = run.experiment.task.with_prompt((Message("user", said),))
+                task = dataclasses.replace(example, id=f"play/{number}", messages=words)
+            else:
+                task = example = next(examples)
                 _show("example", task.messages[-1].content)
             person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world, keyboard=keyboard)
             async with runner.open_conversation("play", task.id, 0) as sample:
@@ -89,10 +96,8 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
                 shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
                 try:
                     ended = await run_rollout(task, person, run.chat, *shared)
-                except Exception as error:  # of somebody's tool or environment, which may want more than words
-                    run.sinks.note(
-                        f"this conversation failed: {explained(error)}; an empty line takes a task with all it has"
-                    )
+                except Exception as error:  # of somebody's tool or environment
+                    run.sinks.note(f"this conversation failed: {explained(error)}")
                     continue
             if ended.status is Status.TRUNCATED:
                 _show("model", ended.turns[-1].message.content if ended.turns else "")

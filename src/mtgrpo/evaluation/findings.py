@@ -110,8 +110,8 @@ def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Compar
     return compare_by_task(without, with_tools)
 
 
-def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
-    """Held-out success before and after training, and whether `samples` samples of a task had found it before."""
+def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> str:
+    """Held-out success before and after training with `lr`, and whether `samples` tries at a task found it before."""
     best = f"pass@{samples}"
     names = {"greedy": "greedy", "sampled": "success", **({best: best} if samples > 1 else {})}
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
@@ -123,11 +123,12 @@ def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
     elif samples == 1:
         verdict = ""
     elif gains[best] < gains["sampled"] / 2:
-        verdict = f"\nmostly sharpening: what {samples} samples found before, fewer find now ({rose})"
+        verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"
     else:
-        verdict = f"\nlearned what {samples} samples had not found before ({rose})"
+        verdict = f"\nlearned what {samples} tries did not find before ({rose})"
     if fell := [f"{label} {gain:+.3f}" for label, gain in gains.items() if gain < -_HARDLY]:
-        verdict += f"\nworse than before training: {', '.join(fell)}; `mtgrpo show --failures` says how it fails"
+        cure = f"try optimizer.lr={lr / 3:.1g} (a third) or more rollout.prompts_per_step"
+        verdict += f"\nworse than before training: {', '.join(fell)} (`mtgrpo show --failures`); {cure}"
     trained = summary.get(TRAINED, 0.0)
     if (above := trained - found["sampled"][1]) > _FAR:
         verdict += (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import torch
@@ -11,20 +11,18 @@ import torch
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
-from mtgrpo.parts.extension import explained
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
-from mtgrpo.rewards import scores
 from mtgrpo.rollout.demonstrations import laid_out, unoffered
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
-from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, all_ours, first_demonstrations
+from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT
 from mtgrpo.tasks import Split, TaskSource, TaskStream
-from mtgrpo.types import Message, Task, Trajectory
+from mtgrpo.types import Trajectory
 
 UNLEARNED_NATS = 2.0  # loss of a token; one that is learned is far below
 LEAST_STEPS = 20  # fewer need not show anything
@@ -55,7 +53,6 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     Its checkpoints are of step 0, that reinforcement learning begins with; `alone`, of its own steps.
     """
     experiment, settings = run.experiment, run.experiment.sft
-    await _try_reward(run)
     begun = saver.state.get("sft", {"step": 0})
     before_s = saver.summary.setdefault("time/sft_s", 0.0)
     if "stream" in saver.state or begun["step"] >= settings.steps:
@@ -109,29 +106,12 @@ async def demonstrations(
                 raise ConfigError(f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}")
             continue
         without = 0
-        example = await _laid_out(task, messages, runner)
+        contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
+        example = await laid_out(task, messages, runner.environment, runner.chat, *contexts)
         if (absent := unoffered(example)) and not told:
             told = True
             note(f"the demonstration of task {task.id} calls {absent}, a tool that the environment does not offer")
         yield example
-
-
-async def _laid_out(task: Task, messages: Sequence[Message], runner: RolloutRunner) -> Trajectory:
-    """The demonstration of a task, in the contexts that `runner` would have."""
-    contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
-    return await laid_out(task, messages, runner.environment, runner.chat, *contexts)
-
-
-async def _try_reward(run: Run) -> None:
-    """Raise ConfigError where the user's own reward fails for a demonstration, if the first tasks have one."""
-    reward = run.runner.reward
-    if run.experiment.agent.active or all_ours(reward):
-        return
-    for task, messages in first_demonstrations(run.experiment.task, run.experiment.seed):
-        (score,) = await scores(reward, [await _laid_out(task, messages, run.runner)])
-        if isinstance(score, Exception):
-            name, why = type(reward).__name__, explained(score)
-            raise ConfigError(f"reward {name} fails for the demonstration of task {task.id}: {why}; correct it")
 
 
 async def within(

@@ -46,10 +46,9 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
     drawn = curve.draw(folder, width)
     if "console" in experiment.log:
         place = folder.relative_to(Path.cwd()) if Path.cwd() in folder.parents else folder
-        learned = what_was_learned(summary, experiment.eval.samples).splitlines()
-        picture = f"the curve is in {place / 'curve.png'}"
-        learned = [fill(line, width) for line in learned]
-        print("", drawn, picture, "", *learned, "", next_commands(place, experiment), sep="\n")
+        learned = what_was_learned(summary, experiment.eval.samples, experiment.optimizer.lr).splitlines()
+        picture, lines = f"the curve is in {place / 'curve.png'}", (fill(line, width) for line in learned)
+        print("", drawn, picture, "", *lines, "", next_commands(place, experiment), sep="\n")
 
 
 def next_commands(folder: Path, experiment: Experiment) -> str:

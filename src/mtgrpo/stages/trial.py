@@ -4,7 +4,7 @@ first demonstrations, as a warm start would see them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from mtgrpo.chat import Chat
@@ -12,9 +12,9 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import extension
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.demonstrations import laid_out, unoffered
-from mtgrpo.tasks import Split, TaskSource
+from mtgrpo.tasks import Split
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
@@ -26,24 +26,31 @@ MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source c
 async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool) -> None:
     """Raise ConfigError where the first of `tasks` does not suit the environment or the reward.
 
-    running: these are open; else only what works without it is tried. An environment or a reward of somebody's own is
-    never called, and whatever else goes wrong is left to the run, which tries again.
+    running: these are open; else only what works without it is tried. A reward of somebody's own must grade the task's
+    demonstration, or where there is none, its bare answer. An environment of somebody's own is never called, and
+    whatever else goes wrong is left to the run, which tries again.
     """
-    task = next(iter(tasks), None)
+    task, environment, reward = next(iter(tasks), None), experiment.environment, experiment.reward
     if task is None or experiment.agent.active:
         return
-    if is_ours(experiment.environment) and (running or not experiment.environment.opens):
-        await _begun(experiment.environment, task)
-    if not running and experiment.reward.works_unopened and all_ours(experiment.reward):
-        said = Completion([0], [0.0], [0], Finish.STOP)
-        turns = [Turn.of(said, Message("assistant", ""), [0], parent=-1)]
-        await experiment.reward.rewards([Trajectory(task, turns=turns)])
-
-
-def first_demonstrations(source: TaskSource, seed: int) -> Iterator[tuple[Task, tuple[Message, ...]]]:
-    """The first few tasks of a warm start that have a demonstration, and that."""
-    tasks = islice(source.stream(Split.train, seed + DEMONSTRATION_SEED), MAX_WITHOUT)
-    return islice(((task, said) for task in tasks if (said := source.demonstration(task, seed))), FEW)
+    own, alone, shown = not all_ours(reward), _plays_alone(environment), None
+    said: Sequence[Message] = (Message("assistant", task.answer if own else ""),)
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            if alone or (running and is_ours(environment)):
+                async with environment.conversation(task) as (world, _):
+                    said = (*said, *(await world.step(said[0])).messages) if own and alone else said
+            shown = experiment.task.demonstration(task, experiment.seed) if own else None
+    except ConfigError:
+        raise
+    except Exception:
+        shown = None
+    if (reward.works_unopened and (alone or not own)) if not running else (own and (shown or alone)):
+        (score,) = await scores(reward, [_conversation(task, shown or said)])
+        if own and isinstance(score, Exception):
+            what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
+            why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
+            raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
 
 
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
@@ -52,9 +59,11 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
     Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
     """
     environment, source = experiment.environment, experiment.demonstrated
-    if not experiment.sft.steps or environment.opens or source.opens or not is_ours(environment):
+    if not experiment.sft.steps or source.opens or not _plays_alone(environment):
         return
-    for task, messages in first_demonstrations(source, experiment.seed):
+    tasks = islice(source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), MAX_WITHOUT)
+    shown = ((task, said) for task in tasks if (said := source.demonstration(task, experiment.seed)))
+    for task, messages in islice(shown, FEW):
         try:
             async with asyncio.timeout(LONGEST_S):
                 unoffered(await laid_out(task, messages, environment, chat))
@@ -68,20 +77,28 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
 
 
 def untried(experiment: Experiment) -> str:
-    """Says which parts are the user's own code, which nothing calls before a run does; "" = none."""
-    ours = {"environment": is_ours(experiment.environment), "agent": is_ours(experiment.agent)}
-    own = [name for name, known in (ours | {"reward": all_ours(experiment.reward)}).items() if not known]
+    """Says which parts are the user's own code that only a run calls; "" = none."""
+    environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
+    alone = reward.works_unopened and _plays_alone(environment) and not (experiment.task.opens or agent.active)
+    tried = {"environment": is_ours(environment), "agent": is_ours(agent), "reward": all_ours(reward) or alone}
+    own = [name for name, known in tried.items() if not known]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 
 
-async def _begun(environment: Environment, task: Task) -> None:
-    try:
-        async with asyncio.timeout(LONGEST_S), environment.conversation(task):
-            pass
-    except ConfigError:
-        raise
-    except Exception:
-        return
+def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
+    """Of `messages`, without their tokens."""
+    turns: list[Turn] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append(Turn.of(Completion([0], [0.0], [0], Finish.STOP), message, [0], parent=len(turns) - 1))
+        elif turns:
+            turns[-1].observations = (*turns[-1].observations, message)
+    return Trajectory(task, turns=turns)
+
+
+def _plays_alone(environment: Environment) -> bool:
+    """Whether it is ours, and needs nothing open."""
+    return is_ours(environment) and not environment.opens
 
 
 def all_ours(reward: Reward) -> bool:
