@@ -52,6 +52,7 @@ class Till(Tool):
 """
 
 
+@pytest.mark.real
 def test_words_of_ones_own_come_with_the_row_that_tools_read(
     run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
