@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -275,11 +276,41 @@ def test_the_names_beside_those_of_verl_exist() -> None:
     assert names <= set(known), names - set(known)
 
 
-def test_the_options_that_are_named_exist() -> None:
+def every_option() -> set[str]:
+    """Those of all parts, and the fields of a task, as functions of one's own see it."""
     chosen = {group: next(iter(options(group))) for group in groups()}
     known = {key for group in groups() for option in options(group) for key in schema({**chosen, group: option})}
     known |= set(schema({**chosen, "reward": [*options("reward")]}))
-    known |= {f"task.{field.name}" for field in dataclasses.fields(Task)}  # as functions of one's own see it
+    return known | {f"task.{field.name}" for field in dataclasses.fields(Task)}
+
+
+def texts(file: Path) -> Iterator[str]:
+    """What stands in quotation marks in a Python file, with ... for the values of f-strings."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        said = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+        if all(isinstance(part, str) for part in said) and said != ["..."]:
+            yield "".join(said)
+
+
+def test_the_errors_are_those_that_are_printed() -> None:
+    said = [text for file in (ROOT / "src").rglob("*.py") for text in texts(file)]
+    said += [(ROOT / "scripts/setup.sh").read_text()]
+    rows = [line.split(" | ") for line in PAGES["errors"].splitlines() if line.startswith("| ")]
+    messages = [message for row in rows for message in re.findall("`([^`]+)`", row[0])]
+    assert len(messages) > 70
+    patterns = [".*".join(map(re.escape, message.split("..."))) for message in messages]
+    absent = [p for p in patterns if not any(re.search(p, text, flags=re.S) for text in said)]
+    assert absent == []
+    known = {*every_option(), *groups(), "hydra.run.dir"}
+    words = {word for row in rows for cell in row for span in re.findall("`([^`]+)`", cell) for word in span.split()}
+    named = {word.partition("=")[0] for word in words if re.match(r"[a-z_][\w.]*=", word)}
+    assert len(named) > 30
+    assert [name for name in named if not any(f".{key}".endswith(f".{name}") for key in known)] == []
+
+
+def test_the_options_that_are_named_exist() -> None:
+    known = every_option()
     for page, text in PAGES.items():
         if page.startswith(
             "coming_from_"

@@ -35,6 +35,9 @@ QUESTIONS = {  # what a newcomer looks for -> pages of which one comes among the
     "multi gpu": {"many_devices"},
     "it does not learn": {"it_does_not_learn"},
     "export": {"durability", "view"},
+    "rank was killed": {"errors"},
+    "bubblewrap sandbox": {"errors", "tasks_and_rewards"},
+    "loss NaN": {"errors"},
 }
 
 
@@ -146,7 +149,7 @@ async def test_everybody_can_read_it(dark: bool, width: int, address: str, tmp_p
         pytest.skip("no axe-core: make mcp-servers")
     async with opened(address, tmp_path / "profile") as page:
         await page.size(width, 900, dark)
-        for name in ("index", "first_task", "options", "coming_from_trl"):
+        for name in ("index", "first_task", "options", "coming_from_trl", "errors"):
             await shown(page, f"{address}/{name}.html")
             scheme = await page.value("document.body.dataset.mdColorScheme")
             assert scheme == ("slate" if dark else "default")
