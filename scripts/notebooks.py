@@ -130,7 +130,7 @@ def as_page(cells: Iterable[Cell], path: Path) -> tuple[str, dict[str, bytes]]:
             case _ if cell.is_text:
                 parts.append(cell.source)
             case _:
-                source = IMPORT.sub("", cell.source)
+                source = IMPORT.sub("", cell.source).rstrip()
                 parts += [f"```python\n{source}\n```"] if source else []
                 parts += [f"```text\n{cell.printed}```"] if cell.printed else []
         for picture in cell.pictures:
@@ -151,7 +151,7 @@ def as_notebook(cells: Iterable[Cell]) -> str:
             case ["file", name, text]:
                 source = f"%%writefile {name}\n{text.lstrip()}".rstrip()
             case _:
-                source = cell.source if cell.is_text else IMPORT.sub("", cell.source)
+                source = cell.source if cell.is_text else IMPORT.sub("", cell.source).rstrip()
         kept: dict[str, Any] = {"metadata": {}, "source": source.splitlines(keepends=True)}
         if not cell.is_text and source:
             count += 1

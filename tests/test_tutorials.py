@@ -78,7 +78,9 @@ def test_a_tutorial_is_short_and_its_page_is_new(path: Path) -> None:
     assert cells[0].is_text and "\nYou want " in cells[0].source and "## What next" in cells[-1].source
     page = (notebooks.PAGES / f"{path.stem}.md").read_text()
     assert notebooks.digest(path) in page.splitlines()[0], f"old: scripts/notebooks.py tutorials/{path.name}"
-    assert (notebooks.PAGES / f"{path.stem}.ipynb").exists()
+    told = [cell.source for cell in cells if cell.is_text]
+    assert [text for text in told if text not in page] == []
+    assert [cell.source for cell in notebooks.read(notebooks.PAGES / f"{path.stem}.ipynb") if cell.is_text] == told
 
 
 @pytest.mark.parametrize("path", [*TUTORIALS, *NOTEBOOKS], ids=lambda path: path.stem)

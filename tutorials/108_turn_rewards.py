@@ -12,7 +12,7 @@
 # | `trajectory` (the default) | the whole conversation's reward, compared with its siblings |
 # | `turn` | how it ended and what was paid from its turn on, compared with the same turn of siblings |
 # | `return_to_go` | the same, compared with whole conversations; `advantage.gamma` counts later pay for less |
-#
+
 # %%
 import json
 

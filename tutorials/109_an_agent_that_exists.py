@@ -8,7 +8,7 @@
 # are trained.
 #
 # Here is such an agent: a loop that anybody might have written. It knows nothing of training. Two things come from
-# outside: the address, and the task.
+# outside: the address, and the task. It needs OpenAI's SDK (`pip install openai`).
 
 # %%
 from cells import file, sh

@@ -5,7 +5,7 @@
 #
 # The tool `search` finds passages in a file of yours by their words (BM25, as in most search engines), and `read`
 # gives a whole passage. A passage is a line with `id`, `text` and perhaps `title`. Four of them, to see how it works
-# (`pip install -e ".[search]"` first):
+# (`pip install -e ".[search]"` in the project's folder first):
 
 # %%
 import json
@@ -80,7 +80,8 @@ sh("python by_hand.py 'first program' 'Babbage machine'")
 # ## Train
 #
 # Questions and answers are a file as in [103](103_your_tool.md); `reward=em` pays where the answer is the accepted
-# one, whatever its capitals and articles. `--dry-run` checks all of it and runs nothing:
+# one, whatever its capitals and articles. `--dry-run` checks all of it and runs nothing;
+# `tiny` stands for a model that would have to be fetched:
 
 # %%
 with open("questions.jsonl", "w") as lines:

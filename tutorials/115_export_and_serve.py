@@ -3,7 +3,7 @@
 #
 # You want to use what you have trained, elsewhere.
 #
-# A short run to have something to take along:
+# A short run to have something to take along (what stands at the end needs `pip install openai`):
 
 # %%
 import os
