@@ -184,7 +184,7 @@ def estimate(
         return Plan([row for row in rows if row.bytes or row.name == counted], device_bytes, experiment, loading)
     if placement.ranks > 1 and experiment.engine.cache_share:  # the first rank's device
         rows += _controller(weights, device_type)
-    of_engine, engine = experiment.engine.plan_memory(_demand(skeleton, experiment, rows, device_bytes, device_type))
+    of_engine, engine = experiment.engine.plan_memory(_asked(skeleton, experiment, rows, device_bytes, device_type))
     rows = [row for row in (*rows, *of_engine) if row.bytes or row.name == counted]
     return Plan(rows, device_bytes, replace(experiment, engine=engine), loading)
 
@@ -212,7 +212,7 @@ def plan_sampling(experiment: Experiment, device_bytes: int) -> Plan:
     skeleton = Skeleton(experiment.model, "cuda")
     weights = sum(weight.nbytes for weight in skeleton.model.parameters())
     rows = _controller(weights, "cuda") if experiment.engine.cache_share else []
-    demand = _demand(skeleton, experiment, rows, device_bytes, "cuda")
+    demand = _asked(skeleton, experiment, rows, device_bytes, "cuda")
     of_engine, engine = experiment.engine.plan_memory(replace(demand, phases=(Phase.sampling,), trains=False))
     found = Plan([*rows, *of_engine], device_bytes, replace(experiment, engine=engine))
     if not found.fits:
@@ -268,9 +268,7 @@ def _gathered(skeleton: Skeleton, parallel: Parallel, shares: int) -> int:
     return sum(weight.nbytes * (2 if weight.requires_grad else 1) for weight in both) + sum(w.nbytes for w in largest)
 
 
-def _demand(
-    skeleton: Skeleton, experiment: Experiment, rows: list[Item], device_bytes: int, device_type: str
-) -> Demand:
+def _asked(skeleton: Skeleton, experiment: Experiment, rows: list[Item], device_bytes: int, device_type: str) -> Demand:
     """What the engine is asked for, beside `rows`."""
     rollout, measured = experiment.rollout, experiment.eval
     ahead = rollout.ahead if rollout.max_staleness else 1.0
