@@ -42,7 +42,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-search bench-memory bench-decode-step bench-parallel bench-scaling bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-smolgrpo bench-async bench-outages bench-algorithms bench-table bench-ledger bench-unseen bench-learning bench-smollm2 bench-search bench-memory bench-decode-step bench-parallel bench-scaling bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -78,12 +78,18 @@ bench-trl: trl-env ## whole training steps, those of a real model too, and learn
 	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
+bench-smolgrpo: trl-env ## the first lesson of courses on GRPO beside TRL: reward and seconds of a step; a quarter of an hour
+	$(BIN)/python benchmarks/smolgrpo.py
+
 bench-async: trl-env ## slow tools: do conversations overlap, what do rollouts ahead of the trainer gain
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
 
 bench-algorithms: setup ## every algorithm, rewards of turns, corrections and a KL target on the demo's task: curves; over an hour
 	for group in algorithms advantages kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
+
+bench-table: setup ## the table of agent RL: 11 algorithms on 3 small tasks with 3 seeds; goes on where it stopped, half an hour on two cores
+	for core in 1 2; do $(BIN)/python benchmarks/table.py & done; wait
 
 bench-ledger: setup ## conversations that the window does not hold, with and without condensing: curves; 30 minutes on two cores
 	$(BIN)/python benchmarks/ledger.py

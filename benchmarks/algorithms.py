@@ -48,7 +48,8 @@ GROUPS: dict[str, dict[str, Arm]] = {
             name: Arm([f"algorithm={name}"])
             for name in ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sapo", "gmpo", "dppo")
         },
-        "grpo": Arm(["algorithm=grpo"]),
+        # Its own defaults, where the recipe has others.
+        "grpo": Arm(["algorithm=grpo", "algorithm.divide_by_std=true", "algorithm.clip_high=0.2"]),
         "reinforce_pp, group_baseline": Arm(["algorithm=reinforce_pp", "algorithm.group_baseline=true"]),
         "ppo": Arm(["algorithm=ppo", *CRITIC]),
     },

@@ -189,6 +189,42 @@ def learning() -> str:
     return table(head, rows)
 
 
+def smolgrpo() -> str:
+    """The first lesson of courses: time and reward of both trainers."""
+    ratios, detail = read("smolgrpo")
+    size = detail["steps"] // len(detail["ours"]["parts"])
+    rows: list[list[str]] = []
+    for side, label in {"ours": "mtgrpo", "trl": "TRL"}.items():
+        by = detail[side]
+        times = [f"{by[part]:.1f} s" for part in ("seconds", "rollout_s", "train_s")]
+        rows.append([label, *times, f"{by['minutes']:.1f}", *(f"{reward:.0f}" for reward in by["parts"])])
+    starts = [1 + size * part for part in range(len(detail["ours"]["parts"]))]
+    head = ["", "a step", "rollouts", "training", "minutes", *(f"reward from step {start}" for start in starts)]
+    said = f"A step of TRL's takes {ratios['smolgrpo.seconds_ratio']:.1f} times as long as ours.\n"
+    return f"{table(head, rows)}\n{said}"
+
+
+def agent_rl() -> str:
+    """Every algorithm on every small task, and which of them differ."""
+    ratios, detail = read("table")
+
+    def cell(found: dict[str, Any]) -> str:
+        return f"{found['mean']:.3f} ± {found['half_interval']:.3f}"
+
+    tasks = detail["before"]
+    rows = [["before training", *(f"{success:.3f}" for success in tasks.values()), ""]]
+    for name, found in detail["algorithms"].items():
+        rows.append([f"`{name}`", *(cell(found["tasks"][task]) for task in tasks), cell(found["overall"])])
+    spread, differ, count = detail["spread"], detail["differ"], detail["pairs"]
+    named = "; ".join(f"{pair['better']} over {pair['worse']} by {cell(pair)}" for pair in differ[:3])
+    said = (
+        f"Best and worst, {spread['better']} and {spread['worse']}, differ by {cell(spread)} in the mean over tasks; "
+        f"{len(differ)} of {count} pairs do by more than their interval{f' ({named})' if named else ''}. "
+        f"By chance alone about {0.05 * count:.0f} would, with {ratios['table.seeds']} seeds.\n"
+    )
+    return f"{table(['algorithm', *(f'`{task}`' for task in tasks), 'mean'], rows)}\n{said}"
+
+
 def headline() -> str:
     """The ratios that matter when choosing a trainer."""
     ratios: dict[str, float] = {}
@@ -422,11 +458,13 @@ TABLES: dict[str, Callable[[], str]] = {
         versus_trl,
         versus_trl_135m,
         smollm2,
+        smolgrpo,
         learning,
         headline,
         staleness,
         overlap,
         algorithms,
+        agent_rl,
         advantages,
         corrections,
         ledger,

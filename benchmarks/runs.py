@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,15 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def last_checkpoint(folder: Path) -> Path:
     """Of a finished run."""
     return max((folder.resolve() / "checkpoints").glob("step_*"))
+
+
+@contextmanager
+def claimed(file: Path) -> Generator[bool]:
+    """Whether no other process that lives has claimed what `file` stands for; it is this one's until the end."""
+    with file.open("w") as claim:
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with the process, however that ends
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -33,6 +33,7 @@ from mtgrpo.chat.template import chatml
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Opening
+from mtgrpo.model.lora import add_adapter
 from mtgrpo.policy.optimizer import factor
 from mtgrpo.rewards import Reward
 from mtgrpo.stages.checks import open_tasks, open_tokenizer
@@ -202,6 +203,8 @@ def build(experiment: Experiment, settings: Settings, folder: str, gate: Gate) -
     own, chat = open_tokenizer(experiment)
     tokenizer, tools = same_prompts(experiment, own, chat)
     model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path, dtype=torch.float32)
+    if experiment.model.lora.rank:
+        add_adapter(model, experiment.model.lora, experiment.seed)  # as peft draws it, with our seed
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=scorer(experiment.reward, experiment.rollout.group_size, gate),

@@ -30,7 +30,9 @@ from mtgrpo.config.compose import compose
 COMPLETION = 160  # tokens of a whole conversation after its prompt, TRL's only limit; ours is 40 a turn
 WINDOW = 3  # steps whose mean reward must reach the goal
 GOAL = 0.85
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % point of t for that many values
+PRINTED = 5  # a line after so many steps
+# The 97.5 % point of t for so many values.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def reward(step: Step) -> float:
@@ -46,21 +48,19 @@ def seconds_to_goal(steps: Sequence[Step]) -> float | None:
     return None
 
 
-def race(seed: int, weights: Path, steps: int, micro_batches: int) -> dict[str, list[Step]]:
-    """Both sides, step by step in turns."""
-    words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+def race(name: str, words: Sequence[str], steps: int, **settings: Any) -> dict[str, list[Step]]:
+    """Both sides, step by step in turns; `settings` are those of trl_side.py."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = {"completion": COMPLETION, "micro_batches": micro_batches, "checkpointing": False}
         sides = {"ours": stack.enter_context(ours(words, folder))}
         sides["trl"] = stack.enter_context(trl(words, folder, **settings))
-        found: dict[str, list[Step]] = {name: [] for name in sides}
+        found: dict[str, list[Step]] = {side: [] for side in sides}
         for step in range(steps):
-            for name, side in sides.items():
-                found[name].append(side.step())
-            if (step + 1) % 10 == 0:
-                latest = {name: round(statistics.mean(map(reward, of[-10:])), 3) for name, of in found.items()}
-                print(f"seed {seed}  step {step + 1}  mean reward of the last 10: {latest}", flush=True)
+            for side, process in sides.items():
+                found[side].append(process.step())
+            if (step + 1) % PRINTED == 0:
+                latest = {side: round(statistics.mean(map(reward, of[-PRINTED:])), 3) for side, of in found.items()}
+                print(f"{name}  step {step + 1}  mean reward of the last {PRINTED}: {latest}", flush=True)
         return found
 
 
@@ -95,7 +95,9 @@ def main() -> None:
     weights = warm_start(["seed=0"], given.folder.resolve() / "calculator")
     seeds: dict[int, dict[str, Any]] = {}
     for seed in given.seeds:
-        seeds[seed] = describe(race(seed, weights, given.steps, batch // given.rows))
+        words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+        settings = {"completion": COMPLETION, "micro_batches": batch // given.rows, "checkpointing": False}
+        seeds[seed] = describe(race(f"seed {seed}", words, given.steps, **settings))
         print(json.dumps({seed: {name: found["seconds_to_goal"] for name, found in seeds[seed].items()}}), flush=True)
     times = [(s["trl"]["seconds_to_goal"], s["ours"]["seconds_to_goal"]) for s in seeds.values()]
     reached = [(theirs, own) for theirs, own in times if theirs and own]

@@ -529,6 +529,123 @@ def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypat
     assert versus.FULL.settings(rows=2, prompts=8)["micro_batches"] == 32
 
 
+def test_a_cell_is_made_once_and_taken_over_from_a_process_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    table = load_file(RECORD.parent / "table.py")
+    cells = [table.Cell(f"cell {number}", ("train", f"seed={number}")) for number in range(3)]
+    for cell in cells:  # runs that are finished: what is left to do is to keep their results
+        (tmp_path / "runs" / cell.name).mkdir(parents=True)
+        found = {"eval/success/before": 0.25, "eval/success/after": 0.75}
+        (tmp_path / "runs" / cell.name / "summary.json").write_text(json.dumps(found))
+    held = (
+        "import pathlib, runs, sys\nwith runs.claimed(pathlib.Path(sys.argv[1])) as own: print(own, flush=1); input()"
+    )
+    command = [sys.executable, "-c", held, str(tmp_path / "cell 0.claim")]
+    with subprocess.Popen(
+        command, cwd=RECORD.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout and other.stdout.readline() == "True\n"
+        assert table.work(cells, tmp_path, 1) == 1 and cells[1].kept(tmp_path)["after"] == 0.75
+        assert table.work(cells, tmp_path, 9) == 1 and cells[2].kept(tmp_path)
+        assert cells[0].kept(tmp_path) is None  # the other process is at it
+        other.kill()
+    assert table.work(cells, tmp_path, 9) == 1 and cells[0].kept(tmp_path)
+    assert table.work(cells, tmp_path, 9) == 0
+    with pytest.raises(SystemExit, match="other settings than now"):
+        table.Cell("cell 0", ("train", "seed=7")).kept(tmp_path)
+
+
+def test_a_cell_waits_for_its_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    table = load_file(RECORD.parent / "table.py")
+    cells = table.cells_of(table.ALGORITHMS, table.TASKS, table.SEEDS, ())
+    assert len(table.ALGORITHMS) == 11 and len(cells) == 99 and len({cell.name for cell in cells.values()}) == 99
+    assert {cell.warm.name for (_, task, _), cell in cells.items() if task in table.TAUGHT} == {
+        "warm_start guess_number"
+    }
+    cell = cells["grpo", "guess_number", 0]
+    with table.claimed(tmp_path / f"{cell.warm.name}.claim"):
+        assert table.work([cell], tmp_path, 9) == 0
+
+
+@pytest.mark.parametrize("algorithm", ["cispo", "grpo", "ppo"])
+def test_a_cell_has_the_defaults_of_its_algorithm(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    table = load_file(RECORD.parent / "table.py")
+    for task in table.TASKS:
+        words = table.cells_of([algorithm], [task], [2], ())[algorithm, task, 2].words
+        assert words[0] == "train"
+        experiment = compose(parse(list(words[1:]))).experiment
+        assert (experiment.trainer.steps, experiment.sft.steps, experiment.seed) == (24, 0, 2)
+        assert type(experiment.algorithm).__name__.lower() == algorithm
+        assert experiment.algorithm == type(experiment.algorithm)()
+
+
+def test_the_table_of_algorithms_has_intervals_over_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    table, report = load_file(RECORD.parent / "table.py"), load_file(RECORD.parent / "report.py")
+    success = {  # of two seeds
+        "low": {"easy": (0.5, 0.6), "hard": (0.1, 0.2)},
+        "high": {"easy": (0.9, 1.0), "hard": (0.5, 0.6)},
+        "close": {"easy": (0.9, 0.9), "hard": (0.1, 0.6)},
+    }
+    kept = {
+        (name, task, seed): {"before": 0.1 * seed, "after": after, "machine": "Fast 3000", "commit": "abc"}
+        for name, tasks in success.items()
+        for task, of in tasks.items()
+        for seed, after in enumerate(of)
+    }
+    found = table.aggregate(kept)
+    assert list(found["algorithms"]) == ["high", "close", "low"]
+    easy = found["algorithms"]["low"]["tasks"]["easy"]
+    # Student's t of one degree of freedom: 12.706 times the standard error, of two values half their difference
+    assert easy == {"mean": 0.55, "half_interval": 0.6353, "seeds": {0: 0.5, 1: 0.6}}
+    assert found["algorithms"]["close"]["overall"] == {"mean": 0.625, "half_interval": 1.5882}
+    assert found["spread"] == {"better": "high", "worse": "low", "mean": 0.4, "half_interval": 0.0}
+    assert found["pairs"] == 3 and found["differ"] == [found["spread"]]  # .4 with both seeds
+    assert found["before"] == {"easy": pytest.approx(0.05), "hard": pytest.approx(0.05)}
+    assert (found["machines"], found["commits"]) == (["Fast 3000"], ["abc"])
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "table.json").write_text(json.dumps({"ratios": {"table.seeds": 2}, "detail": found}))
+    said = report.agent_rl()
+    assert "| `low` | 0.550 ± 0.635 | 0.150 ± 0.635 | 0.350 ± 0.635 |\n" in said
+    assert "high and low, differ by 0.400 ± 0.000 in the mean over tasks; 1 of 3 pairs do" in said
+
+
+def test_the_first_lesson_is_compared_by_its_rewards_and_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    smolgrpo, report = load_file(RECORD.parent / "smolgrpo.py"), load_file(RECORD.parent / "report.py")
+    passages = [{"id": str(n), "title": "The sea", "text": "Water. " * n} for n in (1, 40, 100, 300)]
+    (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    smolgrpo.write_prompts(tmp_path / "passages.jsonl", tmp_path / "prompts.jsonl")
+    words = [*smolgrpo.words_of(tmp_path / "prompts.jsonl", 2e-5), "task.eval_fraction=0"]
+    experiment = compose(parse(words)).experiment
+    tasks = experiment.task.stream(Split.train, 0)
+    assert {next(tasks).id for _ in range(2)} == {"40", "100"}  # those that are long enough, and fit
+    assert next(tasks).messages[0].content.startswith("TITLE: The sea\n\nPOST: Water. Water.")
+    assert (experiment.rollout.prompts_per_step, experiment.rollout.group_size) == (2, 8)
+    assert (experiment.model.lora.rank, experiment.optimizer.lr, experiment.sampling.max_new_tokens) == (16, 2e-5, 96)
+
+    def steps(seconds: float, gain: float, name: str) -> list[dict[str, float]]:
+        parts = {"time/rollout_s": 1.0, "time/train_s": 2.0, "peak_bytes": 5, "sampled_tokens": 9}
+        return [parts | {"seconds": seconds, name: gain * step - 90.0} for step in range(9)]
+
+    assert smolgrpo.parts([1, 3, 2, 4, 0, 0, 5, 5, 8]) == [2, 3, 0, 6]
+    sides = {
+        "ours": smolgrpo.describe(steps(4, 1.0, "reward/mean")),
+        "trl": smolgrpo.describe(steps(12, 2.0, "reward")),
+    }
+    ratios = {"smolgrpo.seconds_ratio": 3.0, "smolgrpo.reward_gain": 6.5, "smolgrpo.reward_gain_trl": 13.0}
+    assert smolgrpo.ratios_of(sides) == ratios
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "smolgrpo.json").write_text(json.dumps({"ratios": ratios, "detail": sides | {"steps": 9}}))
+    assert "| TRL | 12.0 s | 1.0 s | 2.0 s | 1.8 | -89 | -85 | -81 | -76 |\n" in report.smolgrpo()
+
+
 @pytest.mark.real
 @pytest.mark.slow
 def test_the_benchmark_of_a_real_model_keeps_finished_arms(tmp_path: Path) -> None:

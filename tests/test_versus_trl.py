@@ -102,13 +102,17 @@ def as_trl_sees_it(trajectories: list[Trajectory], advantage: torch.Tensor, pad:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(("model_name", "environment"), [("weights", "tool_use"), ("smollm2", "single_turn")])
+@pytest.mark.parametrize(
+    ("model_name", "environment", "rank"),
+    [("weights", "tool_use", 0), ("weights", "tool_use", 4), ("smollm2", "single_turn", 0)],
+)
 def test_one_batch_has_one_loss(
-    model_name: str, environment: str, request: pytest.FixtureRequest, trl_side: ModuleType, tmp_path: Path
+    model_name: str, environment: str, rank: int, request: pytest.FixtureRequest, trl_side: ModuleType, tmp_path: Path
 ) -> None:
     words = ["recipe=calculator_from_scratch", f"model.name={request.getfixturevalue(model_name)}"]
     words += ["rollout.prompts_per_step=2", "rollout.group_size=4"]
     words += ["sft.steps=0", "trainer.steps=2", "optimizer.warmup_steps=0", f"environment={environment}"]
+    words += [f"model.lora.rank={rank}"]
     experiment = compose(parse(words)).experiment
     settings = trl_side.Settings(words, 128, checkpointing=False)
     trainer = trl_side.build(experiment, settings, str(tmp_path / "trl"), trl_side.Gate())
