@@ -33,7 +33,7 @@ from versus_trl_learning import race, reward
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.tasks.published import data_folder
 
-STEPS = 16
+STEPS = 12
 ROWS = 8  # per micro-batch of TRL's
 CHARS = (200, 1800)  # of a paragraph: something to be summed up, in less than 512 tokens
 PARTS = 4  # of the steps, each a column of the table
