@@ -231,9 +231,6 @@ def headline() -> str:
     for name in ("versus_trl", "versus_trl_135m", "versus_trl_learning", "rollout", "forest"):
         if (RESULTS / f"{name}.json").exists():
             ratios |= read(name)[0]
-    for size in LABELS:
-        speeds = read("rollout")[1][size]["multi_turn"]["tokens_per_s"]
-        ratios[f"tuned.{size}"] = statistics.median(speeds["engine"]) / statistics.median(speeds["vllm_tuned"])
     rows = (
         ("a whole training step, prompts of 280 / 1,000 tokens", "TRL", ("versus_trl.2m_280", "versus_trl.2m_1000")),
         ("the same, TRL at its best", "TRL", ("versus_trl.2m_280_best", "versus_trl.2m_1000_best")),
@@ -245,7 +242,7 @@ def headline() -> str:
         ),
         ("time to 85 % success on the demo's task", "TRL, 8 rows per micro-batch", ("versus_trl.time_to_085",)),
         ("rollouts of several turns, 2 M / 30 M", "vLLM", tuple(f"rollout.multi_turn_vs_vllm.{s}" for s in LABELS)),
-        ("the same, 2 M / 30 M", "vLLM tuned by hand", tuple(f"tuned.{size}" for size in LABELS)),
+        ("the same, 2 M / 30 M", "vLLM tuned by hand", tuple(f"rollout.multi_turn_vs_vllm_tuned.{s}" for s in LABELS)),
         ("forward and backward, prompts of 256 / 1,024 tokens", "padded rows", ("forest.A", "forest.B")),
         ("the same", "padded rows at their best", ("forest.A_best", "forest.B_best")),
     )

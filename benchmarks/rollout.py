@@ -50,7 +50,10 @@ from mtgrpo.weights.source import ModelWeights
 VLLM = HERE.parent / ".venv-vllm"
 TUNED_BLOCK = 32  # tokens; conversations share and keep whole blocks only
 RIVALS = ("generate", "continuous_batching", "vllm")
-RATIOS = (("multi_turn", "generate"), ("multi_turn", "vllm"), ("single_turn", "vllm"))
+RATIOS = (
+    ("multi_turn", "generate"),
+    *((workload, rival) for rival in ("vllm", "vllm_tuned") for workload in ("multi_turn", "single_turn")),
+)
 ONCE = {("single_turn", "generate"), ("multi_turn", "continuous_batching"), ("single_turn", "continuous_batching")}
 LONGEST_CONTEXT = 1024
 STAT = Path("/proc/stat")
