@@ -317,6 +317,24 @@ def test_a_conversation_goes_on_after_an_error() -> None:
     assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_waiting_for_the_tools_of_others_is_counted(deterministic: bool) -> None:
+    engine = Local().start(ModelWeights(make_model()), deterministic, 1024)
+
+    async def uses_a_tool() -> None:
+        async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
+            first = await sample(prompt_of(4), Sampling(max_new_tokens=1))
+            await asyncio.sleep(0.2)
+            await sample([*prompt_of(4), *first.tokens, 33], Sampling(max_new_tokens=1))
+
+    async def run() -> None:
+        other = ask(engine, Key(0, "train/1", "t", 1), prompt_of(5), 30)
+        await asyncio.gather(uses_a_tool(), other)
+
+    asyncio.run(run())
+    assert (engine.waited_s > 0.1) is deterministic
+
+
 @pytest.mark.parametrize("cancelled", ["asking", "silent"])
 def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled: str) -> None:
     model = make_model()

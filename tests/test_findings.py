@@ -106,10 +106,10 @@ def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     )
 
 
-@pytest.mark.parametrize(("trained", "says"), [(0.75, True), (0.65, False)])
-def test_training_success_far_above_held_out_success_is_said(trained: float, says: bool) -> None:
+@pytest.mark.parametrize(("trained", "steps", "says"), [(0.75, 5, True), (0.65, 5, False), (0.75, 4, False)])
+def test_training_success_far_above_held_out_success_is_said(trained: float, steps: int, says: bool) -> None:
     summary = {f"eval/{name}/{when}": 0.5 for name in ("greedy", "success", "pass@4") for when in ("before", "after")}
-    said = what_was_learned(summary | {"train/success": trained}, 4, lr=1e-6)
+    said = what_was_learned(summary | {"train/success": trained, "train/steps": steps}, 4, lr=1e-6)
     assert ("memorised, at least in part: training success is 0.750, 0.250 above held-out success" in said) is says
 
 

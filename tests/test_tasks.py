@@ -385,6 +385,12 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
     assert "no file of tasks is named" in error_of(lambda: alone.stream(Split.train, 0))
 
 
+def test_a_file_that_lies_beside_the_one_that_is_named_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").touch()
+    said = error_of(lambda: Jsonl(path=str(tmp_path / "problem.jsonl")).stream(Split.train, 0))
+    assert said.endswith("problem.jsonl); did you mean problems.jsonl?")
+
+
 def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
     path = tmp_path / "big.jsonl"
     filler = "word " * 20

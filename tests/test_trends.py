@@ -46,6 +46,16 @@ def test_a_policy_that_needs_no_tools_or_never_had_any_is_left_alone() -> None:
     assert not any(watched.warnings({**FINE, "rollout/tool_rate": 0.0}) for _ in range(2 * PATIENCE))
 
 
+def test_conversations_that_wait_for_the_tools_of_others_are_said() -> None:
+    for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts; the sum is counted
+        watched = Trends()
+        rows = [{"time/rollout_s": 9.0, "perf/lockstep_s": number * each_s} for number in range(4)]
+        texts = [watched.warnings({**FINE, **row}) for row in rows]
+        assert [len(of_step) for of_step in texts] == said
+        assert each_s == 2 or "for 4.0 s all conversations waited" in texts[2][0]
+        assert each_s == 2 or "trainer.deterministic=false" in texts[2][0]
+
+
 def test_a_sudden_collapse_is_said_at_once() -> None:
     """Of success and entropy together: each alone falls in sound runs."""
     fallen = {"reward/success": 0.1, "policy/entropy": 0.05}

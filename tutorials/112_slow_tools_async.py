@@ -3,12 +3,12 @@
 #
 # You want to train with tools that take their time: a browser, a database, a test suite.
 #
-# Conversations of a step run at once, so one that waits for a tool holds up no other. But the step waits for its
-# slowest conversation, and meanwhile nothing is trained. `rollout.max_staleness=1` lets conversations of the next
-# step run ahead while the policy is trained. They are then sampled from a policy that is one update older than the
-# one that is trained.
+# Conversations of a step run at once. But by default every digit of a run depends on its seed alone, and so the engine
+# decodes on when all of them have asked for their next turn: one that waits for a tool holds up the others.
+# `trainer.deterministic=false` lets each go on by itself; digits then depend on how quick tools are. A run whose
+# conversations wait much for one another says so.
 #
-# A calculator that takes half a second for each call, made slow on purpose (`faults.latency_s`). First in step:
+# A calculator that takes half a second for each call, made slow on purpose (`faults.latency_s`). First by default:
 
 # %%
 import json
@@ -18,11 +18,22 @@ from cells import sh
 # %%
 sh(
     "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
-    "eval.every_steps=0 log=[jsonl] hydra.run.dir=runs/in_step"
+    "eval.every_steps=0 log=[jsonl] hydra.run.dir=runs/same_digits"
 )
 
 # %% [markdown]
-# And ahead:
+# Then each for itself:
+
+# %%
+sh(
+    "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
+    "eval.every_steps=0 log=[jsonl] trainer.deterministic=false hydra.run.dir=runs/in_step"
+)
+
+# %% [markdown]
+# Still the step waits for its slowest conversation, and meanwhile nothing is trained. `rollout.max_staleness=1` lets
+# conversations of the next step run ahead while the policy is trained. They are then sampled from a policy that is
+# one update older than the one that is trained.
 
 # %%
 sh(
@@ -45,7 +56,7 @@ NAMES = [
     "rollout/staleness_max",
     "policy/clip_fraction",
 ]
-for folder in ("runs/in_step", "runs/ahead"):
+for folder in ("runs/same_digits", "runs/in_step", "runs/ahead"):
     rows = steps(folder)[1:]  # the first step compiles and checks
     print(folder, *(f"  {name:26}{sum(row[name] for row in rows) / len(rows):7.3f}" for name in NAMES), sep="\n")
 

@@ -34,6 +34,12 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(bare[one] for one in close)}? " if close else ""
 
 
+def beside(path: Path) -> str:
+    """Asks whether a file beside `path` was meant, where that is not there: the end of an explanation."""
+    hint = "" if path.exists() else meant(path.name, (file.name for file in path.parent.glob("*")))
+    return f"; {hint}".rstrip() if hint else ""
+
+
 class Arguments(argparse.ArgumentParser):
     """The flags of a command. Wrong ones raise ConfigError, in a line in place of the whole usage."""
 

@@ -61,6 +61,7 @@ class RunningEngine(ABC):
         self.version = 0  # weight updates that the behaviour policy has seen, as `load_weights` last got it
         self.notes: list[str] = []  # for the user, not shown yet
         self.sync_s = 0.0  # seconds spent on taking over new weights, in all
+        self.waited_s = 0.0  # seconds in which all conversations waited for the tools of some, in all
         self.pushes: deque[WeightPush] = deque(maxlen=256)  # the last times that it took over new weights
         self.metrics: dict[str, float] = {}  # of the engine itself, as they are now
         self._longest = longest_context

@@ -26,6 +26,7 @@ NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
 TRAINED = "train/success"  # in the summary: of training tasks, the mean over the last steps, the newest weighing most
 _HARDLY = 0.05  # a change of success that is not worth a word
+_SEVERAL = 5  # steps: before, training success is of a few tasks alone
 _FAR = 0.2  # training success above held-out success: what was learned is of the training tasks
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
 
@@ -130,7 +131,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
         cure = f"try optimizer.lr={lr / 3:.1g} (a third) or more rollout.prompts_per_step"
         verdict += f"\nworse than before training: {', '.join(fell)} (`mtgrpo show --failures`); {cure}"
     trained = summary.get(TRAINED, 0.0)
-    if (above := trained - found["sampled"][1]) > _FAR:
+    if (above := trained - found["sampled"][1]) > _FAR and summary["train/steps"] >= _SEVERAL:
         verdict += (
             f"\nmemorised, at least in part: training success is {trained:.3f}, {above:.3f} above held-out success; "
             "more training tasks or fewer steps (eval.stop), or these were easier from the start"

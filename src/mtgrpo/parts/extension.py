@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from mtgrpo.errors import ConfigError, meant
+from mtgrpo.errors import ConfigError, beside, meant
 
 T = TypeVar("T")
 INTEGRATIONS = "mtgrpo.integrations"  # the folder may be absent
@@ -134,7 +134,7 @@ def load_file(path: Path) -> ModuleType:
     """
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(f"there is no file {path}{beside(path)}")
     try:
         return importlib.import_module(f"{__name__}.{str(path).encode().hex()}")
     except Exception as error:

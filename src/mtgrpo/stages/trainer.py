@@ -178,6 +178,8 @@ class _Training:
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, run.experiment, step - 1, seconds - train_s, train_s)
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
+        if run.engine.waited_s:
+            metrics["perf/lockstep_s"] = run.engine.waited_s
         if run.experiment.cluster.restarts:
             metrics["perf/restarts"] = float(self._restarts)
         conversations = describe_conversations(batch.groups, run.experiment.profile)

@@ -38,7 +38,7 @@ def foreseen(summary: Metrics, experiment: Experiment) -> str:
     if share * experiment.rollout.prompts_per_step >= 1:
         return ""
     examples, success = experiment.task.examples, summary["eval/success/before"]
-    more = f"task.examples={2 * examples or 4}" if isinstance(examples, int) else "more task.examples"
+    more = f"task.examples={2 * examples or 4}, or your own messages" if isinstance(examples, int) else "task.examples"
     cure = f"more worked examples ({more}), a longer warm start (sft.steps), easier tasks"
     return (
         f"hardly any group will have rewards that differ, so little will be learned: of the held-out tasks, with "
@@ -54,6 +54,7 @@ class Trends:
     entropy: float = math.nan  # of the first step
     mismatch: float = math.nan  # nats, the largest yet between trainer and servers
     tool_rate: float = 0.0  # the largest yet
+    waited_s: float = 0.0  # for the tools of others, until the last step
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
     _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
@@ -73,6 +74,8 @@ class Trends:
             self.mismatch = mismatch
         tool_rate = metrics.get("rollout/tool_rate", 0.0)
         self.tool_rate = max(self.tool_rate, tool_rate)
+        in_all_s = metrics.get("perf/lockstep_s", 0.0)
+        waited_s, self.waited_s = in_all_s - self.waited_s, in_all_s
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         bad = {
@@ -83,6 +86,7 @@ class Trends:
             "variance": metrics["reward/groups_with_variance"] == 0,
             "truncated": truncated > TRUNCATED,
             "memory": left < SCARCE * total,
+            "lockstep": waited_s > max(1.0, metrics.get("time/rollout_s", 0.0) / 3),
         }
         texts = {
             "entropy": f"the policy's entropy fell from {self.entropy:.2g} to {entropy:.2g} nats while tasks are not "
@@ -101,7 +105,9 @@ class Trends:
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "
             f"{resident_bytes() / 2**30:.1f}), and without any the kernel ends the run; set batch.token_budget, "
             "rollout.max_concurrent or engine.memory_fraction lower",
+            "lockstep": f"for {waited_s:.1f} s all conversations waited for the tools of some, so that digits do not "
+            "depend on how quick a tool is: trainer.deterministic=false lets them go on",
         }
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name, is_bad in bad.items() if is_bad})
-        due = {"memory": 1, "collapse": 1, "mismatch": 1}
+        due = {"memory": 1, "collapse": 1, "mismatch": 1, "lockstep": 2}
         return [texts[name] for name, times in self._in_a_row.items() if times == due.get(name, PATIENCE)]

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, beside
 from mtgrpo.parts import File
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.tasks.rows import NOTED_ROWS, Columns, JsonlRows, Row, Rows, stream_over, task_from_row
@@ -179,7 +179,8 @@ class FileSource(TaskSource, ABC):
         path = Path(name).expanduser().absolute()
         files = [path] if path.is_file() else sorted(path.glob(f"*{self.suffix}"))
         if not name or not files:
-            raise ConfigError(f"{option}: no such file or folder of {self.suffix} files: {name!r} ({path})")
+            where = f"{name!r} ({path}){beside(path)}"
+            raise ConfigError(f"{option}: no such file or folder of {self.suffix} files: {where}")
         return files
 
     @property

@@ -23,6 +23,8 @@ class BM25S(SearchIndex):
     corpus itself stays where it is: JSON Lines with `id`, `text` and perhaps `title`.
     """
 
+    packages = ("bm25s", "Stemmer")
+
     def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
         assert corpus is not None  # `needs_corpus`
         bm25s, self._stemmer = _packages()
@@ -83,7 +85,7 @@ def _words(bm25s: Any, stemmer: Any, texts: list[str]) -> list[list[str]]:
 
 
 def _packages() -> tuple[Any, Any]:
-    for package in ("bm25s", "Stemmer"):
+    for package in BM25S.packages:
         refuse_without_package(package, "the tool search")
     import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
     import Stemmer  # noqa: PLC0415

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeAlias, cast
 from mtgrpo.errors import ConfigError, UnreachableError, program, refuse_without_effect, require
 from mtgrpo.parts import File, Folder, Network, Option, RunContext, Text, extension
 from mtgrpo.runtime.files import parse_json, put_whole, read_lines
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.sequence_classifier import SequenceClassifier
 from mtgrpo.tools import Tool, ToolError, schema
 from mtgrpo.types import ToolSpec
@@ -43,6 +44,7 @@ class SearchIndex(ABC):
     """Finds passages of a corpus; what the tool search has as its `backend`."""
 
     needs_corpus: ClassVar[bool] = True  # False: `index` may be one that somebody else has built
+    packages: ClassVar[Sequence[str]] = ()  # that must be here
     folder: Path  # it lies there
 
     @abstractmethod
@@ -100,6 +102,8 @@ class Search(Tool):
             refuse_without_effect(self, ("candidates", "device"), "set `rerank`")
 
     def check_machine(self) -> None:
+        for package in self._backend.packages:
+            refuse_without_package(package, "the tool search")
         if self.corpus:
             refuse_no_corpus(Path(self.corpus).expanduser())
         elif not Path(self.index).expanduser().is_dir():
@@ -184,7 +188,8 @@ class Search(Tool):
 def refuse_no_corpus(corpus: Path) -> None:
     """Raise ConfigError where there is no such file, or its first line is no passage."""
     if not corpus.is_file():
-        raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
+        how = "a .jsonl file with id, text and perhaps title; recipes take theirs from the folder MTGRPO_DATA"
+        raise ConfigError(f"there is no corpus {corpus}; give {how}")
     for line in islice((line for line in read_lines(corpus) if line.text.strip()), 1):
         passage_from(parse_json(line.text, where := f"{corpus}, line {line.number}"), where)
 

@@ -296,7 +296,9 @@ class LocalEngine(RunningEngine):
                 self._changed.clear()
                 await asyncio.sleep(0)
             elif self._scheduler.silent:
+                began = time.perf_counter()
                 await self._changed.wait()
+                self.waited_s += time.perf_counter() - began
             else:
                 return
 
