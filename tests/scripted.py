@@ -25,7 +25,7 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.version = 0
         self.notes = ["engine: scripted"]
-        self.sync_s = 0.0
+        self.sync_s = self.waited_s = 0.0
         self.metrics: dict[str, float] = {}
         self.pushes: list[object] = []  # none
         self.asked: list[tuple[Key, list[int]]] = []  # every context it got, in order
