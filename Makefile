@@ -88,7 +88,7 @@ bench-async: trl-env ## slow tools: do conversations overlap, what do rollouts a
 bench-algorithms: setup ## every algorithm, rewards of turns, corrections and a KL target on the demo's task: curves; over an hour
 	for group in algorithms advantages kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
 
-bench-table: setup ## the table of agent RL: 11 algorithms on 3 small tasks with 3 seeds; goes on where it stopped, half an hour on two cores
+bench-table: setup ## the table of agent RL: 11 algorithms on 3 small tasks with 3 seeds; goes on where it stopped, 40 minutes beside other work
 	for core in 1 2; do $(BIN)/python benchmarks/table.py & done; wait
 
 bench-ledger: setup ## conversations that the window does not hold, with and without condensing: curves; 30 minutes on two cores
