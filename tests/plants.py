@@ -282,8 +282,8 @@ def weights_of_nothing(step: Any, optimizer: Any) -> float:
 def logprobs_with(change: Callable[[list[float]], Any]) -> Plant:
     """What the engine says of the tokens that it sampled."""
 
-    def turn(original: Any, sampled: Completion, *more: Any) -> Any:
-        return original(replace(sampled, logprobs=change(sampled.logprobs)), *more)
+    def turn(original: Any, sampled: Completion, *more: Any, **named: Any) -> Any:
+        return original(replace(sampled, logprobs=change(sampled.logprobs)), *more, **named)
 
     return changed(Turn, "of", turn)
 

@@ -90,7 +90,7 @@ def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
     turns: list[Turn] = []
     for message in messages:
         if message.role == "assistant":
-            turns.append(Turn.of(Completion([0], [0.0], [0], Finish.STOP), message, [0], len(turns) - 1))
+            turns.append(Turn.of(Completion([0], [0.0], [0], Finish.STOP), message, [0], parent=len(turns) - 1))
         elif turns:
             turns[-1].observations = (*turns[-1].observations, message)
     return Trajectory(task, turns=turns)
