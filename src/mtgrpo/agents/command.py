@@ -43,7 +43,7 @@ class Command(Agent):
         require(self, keep_output=">= 0")
         if not self.argv:
             raise ConfigError(
-                '`argv` is empty: give the command and its arguments, such as agent.argv=[mini,-t,"{prompt}"]'
+                "`argv` is empty: give the command and its arguments, such as 'agent.argv=[mini,-t,\"{prompt}\"]'"
             )
         if self.directory and not Path(self.directory).expanduser().is_dir():
             raise ConfigError(f"`directory={self.directory}`: there is no such folder")
