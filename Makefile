@@ -78,7 +78,7 @@ bench-trl: trl-env ## whole training steps, those of a real model too, and learn
 	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
-bench-smolgrpo: trl-env ## the first lesson of courses on GRPO beside TRL: reward and seconds of a step; a quarter of an hour
+bench-smolgrpo: trl-env ## the first lesson of courses on GRPO beside TRL: reward and seconds of a step; 25 minutes
 	$(BIN)/python benchmarks/smolgrpo.py
 
 bench-async: trl-env ## slow tools: do conversations overlap, what do rollouts ahead of the trainer gain
