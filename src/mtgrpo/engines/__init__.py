@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtgrpo.errors import EngineError
+from mtgrpo.errors import Bounded, EngineError
 from mtgrpo.parts import Reach
 from mtgrpo.types import Completion, Sample, Sampling, WeightPush
 
@@ -166,7 +166,7 @@ class Demand:
 
 
 @dataclass
-class Engine(ABC):
+class Engine(Bounded, ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
