@@ -47,9 +47,9 @@ def test_a_policy_that_needs_no_tools_or_never_had_any_is_left_alone() -> None:
 
 
 def test_conversations_that_wait_for_the_tools_of_others_are_said() -> None:
-    for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts; the sum is counted
+    for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts
         watched = Trends()
-        rows = [{"time/rollout_s": 9.0, "perf/lockstep_s": number * each_s} for number in range(4)]
+        rows = [{"time/rollout_s": 9.0, "perf/lockstep_s": waited_s} for waited_s in (0.0, *[each_s] * 3)]
         texts = [watched.warnings({**FINE, **row}) for row in rows]
         assert [len(of_step) for of_step in texts] == said
         assert each_s == 2 or "for 4.0 s all conversations waited" in texts[2][0]

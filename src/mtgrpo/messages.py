@@ -18,15 +18,19 @@ from mtgrpo.types import Message, Role, ToolCall, ToolSpec
 
 def message_to_dict(message: Message) -> dict[str, Any]:
     """A message without its empty fields; its content is always there, `error` never."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        row["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    if message.name:
-        row["name"] = message.name
-    if message.reasoning:
-        row["reasoning_content"] = message.reasoning
-    return row
+    calls = [{"type": "function", "function": call} for call in calls_to_dicts(message)]
+    optional = filled(tool_calls=calls, name=message.name, reasoning_content=message.reasoning)
+    return {"role": message.role, "content": message.content, **optional}
+
+
+def calls_to_dicts(message: Message) -> list[dict[str, Any]]:
+    """The tool calls of a message."""
+    return [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+
+
+def filled(**fields: Any) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def tool_to_dict(tool: ToolSpec) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for place in places or [last_written(*_FILES).parent]:
-        inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_by_number) if place.is_dir() else []
+        found = (path for path in place.glob("*") if _is_run(path)) if place.is_dir() else ()
+        inside = sorted(found, key=lambda path: (count(path.name), path.name))
         if not (_is_run(place) or inside):
             if (place / LOCK).exists():
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
@@ -202,6 +203,12 @@ def calls(message: Json) -> list[str]:
     ]
 
 
+def places_of_turns(row: Json) -> list[int]:
+    """Where the messages of a conversation are that are its turns: of the assistant's as many of the last as it has."""
+    said = [place for place, message in enumerate(row.get("messages", ())) if message.get("role") == "assistant"]
+    return said[-len(turns) :] if (turns := row.get("turns")) else []
+
+
 def facts(row: Json) -> str:
     """How a conversation ended, on a line."""
     parts = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
@@ -242,10 +249,6 @@ def _read(folder: Path, name: str) -> RunRecord:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    return (count(path.name), path.name)
 
 
 def _yaml(path: Path) -> Any:

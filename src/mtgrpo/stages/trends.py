@@ -54,7 +54,6 @@ class Trends:
     entropy: float = math.nan  # of the first step
     mismatch: float = math.nan  # nats, the largest yet between trainer and servers
     tool_rate: float = 0.0  # the largest yet
-    waited_s: float = 0.0  # for the tools of others, until the last step
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
     _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
@@ -74,8 +73,7 @@ class Trends:
             self.mismatch = mismatch
         tool_rate = metrics.get("rollout/tool_rate", 0.0)
         self.tool_rate = max(self.tool_rate, tool_rate)
-        in_all_s = metrics.get("perf/lockstep_s", 0.0)
-        waited_s, self.waited_s = in_all_s - self.waited_s, in_all_s
+        waited_s = metrics.get("perf/lockstep_s", 0.0)
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         bad = {

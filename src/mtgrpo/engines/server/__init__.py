@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mtgrpo.engines import Demand, Engine, Item, Phase
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.model.settings import Head
 from mtgrpo.parts import Network, Option, Program, Reach, extension
 from mtgrpo.runtime.files import find_near
@@ -46,7 +46,7 @@ class Sync(Enum):
 
 
 @dataclass
-class Server(Engine):
+class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0"):
     """Sample with vLLM, over HTTP, in processes and a Python environment of their own.
 
     Servers are started, and stopped whatever ends the run; or they are running already, at `url`.
@@ -71,7 +71,7 @@ class Server(Engine):
     start_timeout_s: float = 900.0  # until a server answers
 
     def __post_init__(self) -> None:
-        require(self, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0")
+        super().__post_init__()
         if wrong := [url for url in self.url if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"`url={wrong}`: the address of a server is http://HOST:PORT")
         if self.url:
