@@ -38,7 +38,5 @@ async def restarting(
             saved = max(saved, step)
             if lost > most:
                 raise
-            complain(
-                f"{error}\nit goes on from step {step}; restarts without a new checkpoint: {lost} of at most {most}"
-            )
+            complain(f"{error}\nit goes on from step {step}; restarts with no new checkpoint: {lost} of at most {most}")
         experiment, restarts = replace(experiment, resume=LATEST), restarts + 1
