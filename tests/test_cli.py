@@ -727,6 +727,7 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, p
         ({"a": ""}, "task.path=a hydra.run.dir=a", "a"),
         ({"config.json": "{"}, "task=calculator model.name=.", "model.name=. cannot be loaded"),
         ({"a.yaml": "a: [1"}, "recipe=a.yaml", "a.yaml cannot be read"),
+        ({"a.yaml": "a: [{content: #### 1}]"}, "recipe=a.yaml", 'begins a comment: quote it, as content: "#### 12"'),
     ],
 )
 def test_a_bad_file_is_told_in_a_line(files: dict[str, str], words: str, said: str, run: Run, place: Path) -> None:

@@ -69,7 +69,9 @@ def message_from(value: Any, where: str) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise ConfigError(f"{where}: content must be a string, got {shown(content)}")
+        yaml = content is None and where.startswith("task.examples")
+        hint = '; in YAML # begins a comment: quote it, as content: "#### 12"' if yaml else ""
+        raise ConfigError(f"{where}: content must be a string, got {shown(content)}{hint}")
     tool_calls = tuple(_call_from(call, where) for call in cast("list[Any]", calls or []))
     texts = fields.get("reasoning") or fields.get("reasoning_content"), fields.get("name")
     reasoning, name = (text if isinstance(text, str) else "" for text in texts)
@@ -85,9 +87,7 @@ def _call_from(value: Any, where: str) -> ToolCall:
             arguments = json.loads(arguments)
         return ToolCall(str(function["name"]), dict(arguments))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: a tool call must have a name and an object of arguments, got {shown(value)}"
-        ) from error
+        raise ConfigError(f"{where}: a tool call has a name and an object of arguments, got {shown(value)}") from error
 
 
 def shown(value: Any) -> str:

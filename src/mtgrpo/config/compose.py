@@ -88,10 +88,7 @@ def compose(overrides: Sequence[Override], run: Path | None = None, folders: Seq
 
 
 def preset(recipe: str, *words: str) -> Experiment:
-    """The experiment of a recipe, with further settings as on the command line: `preset("calculator", "seed=1")`.
-
-    Raises ConfigError.
-    """
+    """The experiment of a recipe with settings as typed: `preset("calculator", "seed=1")`. Raises ConfigError."""
     return compose(parse([f"recipe={recipe}", *map(str, words)])).experiment
 
 

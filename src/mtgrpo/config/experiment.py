@@ -231,6 +231,8 @@ class Experiment:
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
         if self.sft.demonstrations and not self.sft.steps:
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
+        if self.agent.active and not self.sft.steps and self.environment.without_tools():
+            notes.append("environment.tools has no effect: an agent has tools of its own; set environment.tools=[]")
         return [note for note in notes if note]
 
     @property
@@ -253,9 +255,7 @@ class Experiment:
     def _check_policies(self) -> None:
         moving = self.reference.update_every or self.reference.ema
         if moving and not self.kl.coef:
-            raise ConfigError(
-                "reference.update_every and reference.ema move the reference of a KL penalty: set kl.coef"
-            )
+            raise ConfigError("reference.update_every and reference.ema move a KL penalty's reference: set kl.coef")
         if (count := self.devices.reference.count) and not self.kl.coef:
             raise ConfigError(
                 f"devices.reference asks for {count} devices for the reference of a KL penalty: set kl.coef"
@@ -314,7 +314,7 @@ class Experiment:
 
     def check_warm_start(self) -> None:
         """Raise ConfigError where a warm start is asked for and there are no demonstrations."""
-        if self.sft.steps and type(self.demonstrated).demonstration is TaskSource.demonstration:
+        if self.sft.steps and not self.demonstrated.demonstrates:
             raise ConfigError(
                 f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
                 "sft.steps=0, or sft.demonstrations=FILE, or write `demonstration` in a task source of your own "

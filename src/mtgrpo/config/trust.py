@@ -108,12 +108,7 @@ class _Walk:
         yield from self._section(Experiment, {**dict.fromkeys(classes), **values}, "", classes)
 
     def _section(
-        self,
-        cls: type,
-        values: Any,
-        path: str,
-        classes: Mapping[str, type] | None = None,
-        also: Sequence[str] = (),
+        self, cls: type, values: Any, path: str, classes: Mapping[str, type] | None = None, also: Sequence[str] = ()
     ) -> Iterator[str]:
         """The settings of a dataclass, and what it reaches by being chosen.
 

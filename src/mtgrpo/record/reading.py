@@ -108,9 +108,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
-            raise ConfigError(
-                f"{place} holds no run: neither metrics.jsonl nor summary.json, nor folders that do{newest}"
-            )
+            raise ConfigError(f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest}")
         runs += [place] if _is_run(place) else inside
     return list(dict.fromkeys(path.resolve() for path in runs))
 

@@ -35,9 +35,7 @@ async def restarting(experiment: Experiment, folder: Path, work: Callable[[Exper
             saved = max(saved, step)
             if lost > most:
                 raise
-            complain(
-                f"{error}\nit goes on from step {step}; restarts without a new checkpoint: {lost} of at most {most}"
-            )
+            complain(f"{error}\nit goes on from step {step}; restarts with no new checkpoint: {lost} of at most {most}")
         cluster = copy.copy(experiment.cluster)
         cluster.restarted += 1
         experiment = replace(experiment, resume=LATEST, cluster=cluster)

@@ -76,7 +76,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
                 if experiment.algorithm.needs_variance and (note := foreseen(summary, experiment)):
                     run.sinks.note(note)
             steps, seconds = await reinforce(run, saver, curve)
-            summary |= {"train/steps": float(steps), "time/rl_s": seconds}
+            summary |= {"train/steps": float(steps), "time/rl_s": seconds, "eval/tasks": float(len(run.held_out))}
             try:
                 after = final_results(folder, steps) if run.resumed else {}
                 summary |= after or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}

@@ -11,7 +11,7 @@ from itertools import islice
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.demonstrations import laid_out, unoffered
@@ -20,6 +20,7 @@ from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
+SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
 
@@ -63,6 +64,28 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
         what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
         why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
         raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
+
+
+def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable[Task]) -> list[str]:
+    """What to say where no row has an answer, and the reward may want one: the column may have another name.
+
+    Raises ConfigError where it does want one: it is ours, and no agent may give a reward of its own.
+    """
+    reward, columns = experiment.reward, getattr(experiment.task, "columns", None)
+    if columns is None or not (reward.compares or not all_ours(reward)):
+        return []
+    for some in (held_out, list(islice(tasks, SOME))):
+        if some and not any(task.answer or task.metadata.get("answers") for task in some):
+            others, sure = list(some[0].metadata), all_ours(reward) and not experiment.agent.active
+            said = (
+                f"no row, such as {some[0].id}, has an answer in column {columns.answer!r}, which reward "
+                f"{type(reward).__name__} {'wants' if sure else 'may want'}: {meant(columns.answer, others)}set "
+                f"task.columns.answer=NAME; beside the prompt there is {', '.join(others) or 'nothing'}"
+            )
+            if sure:
+                raise ConfigError(said)
+            return [said]
+    return []
 
 
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
