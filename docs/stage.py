@@ -66,7 +66,9 @@ def stage(root: Path = ROOT, target: Path = TARGET) -> None:
             return f"{found[1]}[{found[2]}]({os.path.relpath(copied(aim), Path(name).parent)}{mark}{anchor})"
 
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        text = source.read_text().replace("```console\n", "```bash\n")  # which is coloured
+        text = source.read_text().replace("```console", "```bash")  # which is coloured
+        if name == "CHANGELOG.md":  # it has every word
+            text = f"---\nsearch: {{exclude: true}}\n---\n\n{text}"
         (place / name).write_text(LINK.sub(link, text))
     for name in [*settings["extra_css"], *settings["extra_javascript"]]:
         shutil.copy(root / "docs" / name, place)

@@ -1,6 +1,6 @@
 """A tool: a function that the model may call, and one that remembers what was said.
 
-    mtgrpo train environment.tools=[calculator,examples/tool.py:convert,examples/tool.py:Notes] trainer.steps=2
+    mtgrpo train 'environment.tools=[calculator,examples/tool.py:convert,examples/tool.py:Notes]' trainer.steps=2
 
 The model sees name, arguments and docstring. What it does wrong is a `ToolError`, which it reads. Any other exception
 says that the tool is broken: the conversation is run again, then left out of training.

@@ -1,6 +1,7 @@
 """Runs tutorials/*.py and the notebooks of examples/, and keeps what they print.
 
     scripts/notebooks.py tutorials/101_see_it_learn.py ...   # writes docs/tutorials/NAME.md, .ipynb and pictures
+    scripts/notebooks.py --words tutorials/102_read_a_run.py ... # the same with what the notebook says was printed
     scripts/notebooks.py examples/understand_grpo.ipynb ...  # stores what its cells print in it
 
 A tutorial is Python in the percent format of jupytext: `# %% [markdown]` begins text, `# %%` a cell of code.
@@ -21,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,10 @@ PAGES = PROJECT / "docs" / "tutorials"
 CHANGES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+")  # from one run to another
 PROGRESS = re.compile(r"^  conversation +\d+/\d+ .*ETA.*\n", re.MULTILINE)  # which a terminal overwrites
 IMPORT = re.compile(r"^from cells import .*\n*", re.MULTILINE)
+HEAD = """\
+Commands are for the terminal: after the [installation](../install.md) type `. .venv/bin/activate` in the project's
+folder, then go to an empty one. Python is for `python`, where an empty line ends a block. All of it is also a
+[Jupyter notebook]({name}.ipynb)."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".jsonl": "json"}
 
 
@@ -42,6 +48,11 @@ class Cell:
     is_text: bool = False
     printed: str = ""
     pictures: list[bytes] = field(default_factory=list)
+
+    @property
+    def code(self) -> str:
+        """What a reader runs; "" of text and of what only a tutorial imports."""
+        return "" if self.is_text else IMPORT.sub("", self.source).rstrip()
 
     def call(self) -> list[str]:
         """The name and the arguments of a cell that is one call of `sh` or `file`, else nothing."""
@@ -82,15 +93,15 @@ def run(path: Path, shell: Callable[[str], str] = type_command) -> list[Cell]:
     names: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
         for cell in cells:
-            with contextlib.redirect_stdout(io.StringIO()) as out:
+            with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")  # which show() says
                 match cell.call():
                     case ["sh", line]:
                         out.write(shell(line))
                     case ["file", name, text]:
                         Path(name).write_text(text.lstrip("\n"))
-                    case _ if not cell.is_text:
-                        source = IMPORT.sub("", cell.source)
-                        code = compile(source, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                    case _ if cell.code:
+                        code = compile(cell.code, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
                         waits = bool(code.co_flags & inspect.CO_COROUTINE)
                         runner.run(eval(code, names)) if waits else exec(code, names)
             printed = CHANGES.sub("...", PROGRESS.sub("", out.getvalue()))
@@ -124,19 +135,19 @@ def as_page(cells: Iterable[Cell], path: Path) -> tuple[str, dict[str, bytes]]:
     for cell in cells:
         match cell.call():
             case ["sh", line]:
-                parts.append(f"```console\n$ {line}\n{cell.printed}```")
+                parts.append(f'```console title="Terminal"\n{line}\n```')
             case ["file", name, text]:
                 parts.append(f"`{name}`:\n\n```{LANGUAGES.get(Path(name).suffix, 'text')}\n{text.lstrip()}```")
             case _ if cell.is_text:
-                parts.append(cell.source)
+                parts += cell.source.split("\n\n")
             case _:
-                source = IMPORT.sub("", cell.source).rstrip()
-                parts += [f"```python\n{source}\n```"] if source else []
-                parts += [f"```text\n{cell.printed}```"] if cell.printed else []
+                parts += [f'```python title="Python"\n{cell.code}\n```'] if cell.code else []
+        parts += [f"```text\n{cell.printed}```"] if cell.printed else []
         for picture in cell.pictures:
             name = f"{path.stem}_{len(pictures) + 1}.png"
             pictures[name] = picture
             parts.append(f"![what the cell above draws]({name})")
+    parts.insert(3, HEAD.format(name=path.stem))  # behind the title and what the reader wants
     return "\n\n".join(parts) + "\n", pictures
 
 
@@ -151,7 +162,7 @@ def as_notebook(cells: Iterable[Cell]) -> str:
             case ["file", name, text]:
                 source = f"%%writefile {name}\n{text.lstrip()}".rstrip()
             case _:
-                source = cell.source if cell.is_text else IMPORT.sub("", cell.source).rstrip()
+                source = cell.source if cell.is_text else cell.code
         kept: dict[str, Any] = {"metadata": {}, "source": source.splitlines(keepends=True)}
         if not cell.is_text and source:
             count += 1
@@ -168,11 +179,24 @@ def as_notebook(cells: Iterable[Cell]) -> str:
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
-def stored(path: Path) -> list[str]:
-    """What a notebook says that each of its cells printed."""
-    cells = json.loads(path.read_text())["cells"]
-    outputs = [cell.get("outputs", []) for cell in cells]
-    return ["".join(line for output in of_cell for line in output.get("text", [])) for of_cell in outputs]
+def stored(path: Path) -> list[Cell]:
+    """The cells of a notebook, with what it says that they printed and drew."""
+    cells = read(path)
+    for cell, kept in zip(cells, json.loads(path.read_text())["cells"], strict=True):
+        outputs: list[dict[str, Any]] = kept.get("outputs", [])
+        cell.printed = "".join(line for output in outputs for line in output.get("text", []))
+        drawn = [output["data"]["image/png"] for output in outputs if "data" in output]
+        cell.pictures = [base64.b64decode("".join(picture)) for picture in drawn]
+    return cells
+
+
+def recalled(path: Path) -> list[Cell]:
+    """The cells of a tutorial, with what its notebook says that they printed and drew."""
+    cells = read(path)
+    old = [cell for cell in stored(PAGES / f"{path.stem}.ipynb") if not cell.is_text]
+    for cell, before in zip([cell for cell in cells if cell.code], old, strict=True):
+        cell.printed, cell.pictures = before.printed, before.pictures
+    return cells
 
 
 @contextlib.contextmanager
@@ -189,12 +213,15 @@ def pretend_aws() -> Iterator[None]:
     server.stop()
 
 
-def export(path: Path) -> None:
-    """Run it in a new folder and write its page and notebook, or store the outputs where it is a notebook itself."""
-    path = path.resolve()
+def ran(path: Path) -> list[Cell]:
+    """Run it in a new folder."""
     aws = pretend_aws() if path.stem.startswith("launch") else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), aws:
-        cells = run(path)
+        return run(path)
+
+
+def export(path: Path, cells: list[Cell]) -> None:
+    """Write the page and the notebook of a tutorial, or store the outputs where it is a notebook itself."""
     if path.suffix == ".ipynb":
         path.write_text(as_notebook(cells))
         return
@@ -210,6 +237,7 @@ def export(path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"MPLBACKEND": "agg", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for argument in [Path(word).resolve() for word in sys.argv[1:]]:
+    words_alone = sys.argv[1:2] == ["--words"]
+    for argument in [Path(word).resolve() for word in sys.argv[1 + words_alone :]]:
         print(argument.name, flush=True)
-        export(argument)
+        export(argument, recalled(argument) if words_alone else ran(argument))

@@ -155,7 +155,7 @@ def test_every_name_of_another_library_is_answered() -> None:
 
 def words_of(answer: str) -> list[str]:
     """The settings and options that it names, of which the first may be a bare word."""
-    first, *others = (word.rstrip(",") for word in answer.split())
+    first, *others = (word.strip("',") for word in answer.split())
     return [first, *(word for word in others if re.match(r"[a-z_]+(\.\w+)*(=|$)", word) and re.search("[.=]", word))]
 
 

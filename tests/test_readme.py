@@ -34,7 +34,8 @@ from recorded import make_recorded
 ROOT = Path(__file__).parents[1]
 OPTIONS = ROOT / "docs" / "options.txt"
 SKILL = ROOT / "skills/mtgrpo/SKILL.md"
-PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md")))}
+PATHS = (ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md")))
+PAGES = {path.stem: path.read_text() for path in PATHS}
 (BILL,) = re.findall(r"^```python\n(# bill.py.*?)^```$", PAGES["tasks_and_rewards"], flags=re.M | re.S)
 README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
 # Their commands are run below or in tests of their own; servers are needed for those of the last.
@@ -50,6 +51,26 @@ def blocks(language: str, page: str = README) -> list[str]:
 def commands(page: str) -> list[str]:
     lines = [re.split(r"\s+#", line)[0] for block in blocks("console", page) for line in block.splitlines()]
     return [part.strip() for line in lines for part in line.split(" ; ") if part.strip().startswith("mtgrpo")]
+
+
+def spoken(path: Path) -> list[str]:
+    """What a file of the source says: its texts, or its comments where it is YAML."""
+    if path.suffix == ".yaml":
+        return re.findall(r"^#.*", path.read_text(), flags=re.M)
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_what_is_typed_with_brackets_is_quoted() -> None:
+    """zsh takes a bare `log=[jsonl]` for a pattern of file names, finds no such file and runs nothing."""
+    code = re.compile(r"^```(?:python|json|yaml|text)\b.*?^```$", flags=re.M | re.S)
+    pages = [*PATHS, *(ROOT / "docs/tutorials").glob("*.md"), OPTIONS, ROOT / "llms.txt", ROOT / "CONTRIBUTING.md"]
+    written = {path: [code.sub("", path.read_text())] for path in pages}
+    sources = [path for end in ("py", "yaml") for path in (ROOT / "src").rglob(f"*.{end}")]
+    written |= {path: spoken(path) for path in (*sources, *(ROOT / "examples").glob("*.py"))}
+    bare = re.compile(r"(?<![\w.'\"/-])(?<!found: )(?<!, )\w+(?:\.\w+)*=\[[\w.{]\S*")  # zsh says `found: `
+    found = {path.name: bare.findall(text) for path, texts in written.items() for text in texts if bare.search(text)}
+    assert found == {}
 
 
 @pytest.fixture(scope="module")

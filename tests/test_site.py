@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 VENV = ROOT / ".venv-docs"
 STAGE = load_file(DOCS / "stage.py")
+NOTEBOOKS = load_file(ROOT / "scripts/notebooks.py")
 QUESTIONS = {  # what a newcomer looks for -> pages of which one comes among the first three
     "out of memory": {"out_of_memory"},
     "my own reward": {"first_task", "your_own_agent", "tasks_and_rewards"},
@@ -38,6 +39,10 @@ QUESTIONS = {  # what a newcomer looks for -> pages of which one comes among the
     "rank was killed": {"errors"},
     "bubblewrap sandbox": {"errors", "tasks_and_rewards"},
     "loss NaN": {"errors"},
+    "jupyter": {path.stem for path in (DOCS / "tutorials").glob("*.md")},
+    "macOS": {"install"},
+    "dataset format": {"tasks_and_rewards"},
+    "batch size": {"command"},
 }
 
 
@@ -149,7 +154,7 @@ async def test_everybody_can_read_it(dark: bool, width: int, address: str, tmp_p
         pytest.skip("no axe-core: make mcp-servers")
     async with opened(address, tmp_path / "profile") as page:
         await page.size(width, 900, dark)
-        for name in ("index", "first_task", "options", "coming_from_trl", "errors"):
+        for name in ("index", "first_task", "options", "coming_from_trl", "errors", "tutorials/101_see_it_learn"):
             await shown(page, f"{address}/{name}.html")
             scheme = await page.value("document.body.dataset.mdColorScheme")
             assert scheme == ("slate" if dark else "default")
@@ -182,6 +187,28 @@ async def test_a_newcomer_finds_what_they_look_for(address: str, tmp_path: Path)
             await shown(page, "about:blank")
             await shown(page, f"{address}/index.html")
             found = await results(page, question)
-            if not pages & set(found[:3]):
+            if not pages & set(found[:3]) or "CHANGELOG" in found:
                 missed[question] = found[:6]
     assert missed == {}
+
+
+COPIES = """(() => {
+  let copied = "";
+  addEventListener("copy", (event) => { copied = event.target.value; }, true);
+  return [...document.querySelectorAll("div.highlight:has(.filename)")].map((block) => {
+    block.querySelector("[data-clipboard-target]").click();
+    return [block.querySelector(".filename").innerText, copied];
+  });
+})()"""
+
+
+@pytest.mark.real
+async def test_what_is_copied_can_be_typed(address: str, tmp_path: Path) -> None:
+    calls = [(cell.call(), cell.code) for cell in NOTEBOOKS.read(ROOT / "tutorials/104_your_reward_and_its_traps.py")]
+    typed = [["Terminal", call[1]] if call else ["Python", code] for call, code in calls if code and "file" not in call]
+    async with opened(address, tmp_path / "profile") as page:
+        await shown(page, f"{address}/tutorials/104_your_reward_and_its_traps.html")
+        await page.until("document.querySelector('[data-clipboard-target]') !== null")
+        await page.call("Emulation.setFocusEmulationEnabled", enabled=True)  # a window without focus copies nothing
+        copies = await page.call("Runtime.evaluate", expression=COPIES, returnByValue=True, userGesture=True)
+    assert copies["result"]["value"] == typed

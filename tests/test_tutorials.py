@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codeop
 import io
 import json
 import os
@@ -34,6 +35,7 @@ SMALL = [
 def activated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment, as a reader has it."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("MPLBACKEND", "agg")
 
 
 def typed(line: str) -> str:
@@ -78,9 +80,24 @@ def test_a_tutorial_is_short_and_its_page_is_new(path: Path) -> None:
     assert cells[0].is_text and "\nYou want " in cells[0].source and "## What next" in cells[-1].source
     page = (notebooks.PAGES / f"{path.stem}.md").read_text()
     assert notebooks.digest(path) in page.splitlines()[0], f"old: scripts/notebooks.py tutorials/{path.name}"
-    told = [cell.source for cell in cells if cell.is_text]
-    assert [text for text in told if text not in page] == []
-    assert [cell.source for cell in notebooks.read(notebooks.PAGES / f"{path.stem}.ipynb") if cell.is_text] == told
+    recalled = notebooks.recalled(path)
+    written, pictures = notebooks.as_page(recalled, path)
+    assert page == written, f"old: scripts/notebooks.py --words tutorials/{path.name}"
+    assert {name: (notebooks.PAGES / name).read_bytes() for name in pictures} == pictures
+    assert (notebooks.PAGES / f"{path.stem}.ipynb").read_text() == notebooks.as_notebook(recalled)
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_can_be_pasted_into_python(path: Path) -> None:
+    """Line by line: an empty line ends what is indented, nothing but it does."""
+    for cell in notebooks.read(path):
+        waiting: list[str] = []
+        for line in [*cell.code.splitlines(), ""] if not cell.call() else []:
+            waiting.append(line)
+            if codeop.compile_command("\n".join(waiting)) is not None:
+                waiting = []
+        assert not any(waiting), waiting
+        assert "plt." not in cell.code or "plt.show()" in cell.code
 
 
 @pytest.mark.parametrize("path", [*TUTORIALS, *NOTEBOOKS], ids=lambda path: path.stem)
@@ -110,7 +127,12 @@ def test_cells_are_told_apart(tmp_path: Path) -> None:
     assert cells[0].source == "# One\n\nText" and cells[2].call() == ["sh", "a b c"] and cells[3].call() == []
     sources = ["".join(cell["source"]) for cell in json.loads(notebooks.as_notebook(cells))["cells"]]
     assert sources == ["# One\n\nText", "!a b c", "x = 1"]
-    assert "```console\n$ a b c\n```" in notebooks.as_page(cells, path)[0]
+    cells[2].printed = "told\n"
+    text, head, *blocks = notebooks.as_page(cells, path)[0].split("\n\n# One\n\n")[1].split("\n\n")
+    assert (text, head) == ("Text", notebooks.HEAD.format(name="own"))
+    command, output, code = blocks  # the command is copied without what it prints
+    assert command == '```console title="Terminal"\na b c\n```' and output == "```text\ntold\n```"
+    assert code == '```python title="Python"\nx = 1\n```\n'
 
 
 def test_a_cell_prints_draws_and_awaits(place: Path) -> None:
@@ -250,7 +272,7 @@ def test_an_example_trains(name: str, run: Run, place: Path, monkeypatch: pytest
 def test_the_notebook_of_every_setting_prints_what_it_says(place: Path) -> None:
     path = PROJECT / "examples/understand_grpo.ipynb"
     cells = notebooks.run(path)
-    assert [cell.printed for cell in cells] == notebooks.stored(path)
+    assert [cell.printed for cell in cells] == [cell.printed for cell in notebooks.stored(path)]
     assert sum(len(cell.pictures) for cell in cells) == 7
 
 

@@ -3,10 +3,6 @@
 #
 # You want to see a language model learn by reinforcement, on your own machine, in less than a minute.
 #
-# Once it is [installed](../install.md), type `. .venv/bin/activate` in the project's folder, then go to an empty
-# folder, another one for each tutorial. What stands behind `$` is for the terminal, the rest for Python; as a
-# notebook all of it is in [one file](101_see_it_learn.ipynb).
-#
 # The model is small (half a million weights) and comes with the package. Its **task**: a story about numbers, such as
 # "Sam has 392 books. Sam finds 296 more. How many?". Its **tool**: a calculator. It ends with `####` and the answer.
 # It was taught by a careless teacher, who did seven of ten sums in the head, wrongly. So it knows how the calculator
@@ -50,6 +46,7 @@ sh("mtgrpo show runs/first --count 1")
 plt.figure(figsize=(8, 4))
 plt.imshow(plt.imread("runs/first/curve.png"))
 plt.axis("off")
+plt.show()
 
 # %% [markdown]
 # ## What next

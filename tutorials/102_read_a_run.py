@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 # %%
 sh(
-    "mtgrpo train trainer.steps=4 rollout.prompts_per_step=8 eval.tasks=20 eval.samples=2 log=[jsonl] "
+    "mtgrpo train trainer.steps=4 rollout.prompts_per_step=8 eval.tasks=20 eval.samples=2 'log=[jsonl]' "
     "hydra.run.dir=runs/a"
 )
 
@@ -25,6 +25,7 @@ sh(
 # %%
 with open("runs/a/metrics.jsonl") as file:
     rows = [json.loads(line) for line in file]
+
 steps = [row for row in rows if row["stage"] == "reinforcement learning"]
 FIVE = ["reward/mean", "reward/groups_with_variance", "policy/entropy", "policy/clip_fraction", "rollout/tool_rate"]
 for name in FIVE:
@@ -44,12 +45,14 @@ for name in FIVE:
 # %%
 with open("runs/a/summary.json") as file:
     summary = json.load(file)
+
 print("sampled", summary["eval/success/before"], "->", summary["eval/success/after"])
 print("greedy ", summary["eval/greedy/before"], "->", summary["eval/greedy/after"])
 plt.figure(figsize=(5, 3))
 plt.plot([row["step"] for row in steps], [row["reward/mean"] for row in steps], marker="o")
 plt.xlabel("step")
 plt.ylabel("mean reward")
+plt.show()
 
 # %% [markdown]
 # ## Tokens

@@ -44,7 +44,7 @@ class Brief(Reward):
 # %%
 sh(
     "mtgrpo train reward=brief.py:Brief trainer.steps=6 rollout.prompts_per_step=16 eval.tasks=20 eval.samples=2 "
-    "log=[jsonl] hydra.run.dir=runs/trap"
+    "'log=[jsonl]' hydra.run.dir=runs/trap"
 )
 
 # %%
@@ -71,7 +71,7 @@ print(trap)
 # %%
 sh(
     "mtgrpo train reward=brief.py:Brief reward.wrong_pays_too=false reward.per_token=0.01 trainer.steps=6 "
-    "rollout.prompts_per_step=16 eval.tasks=20 eval.samples=2 log=[jsonl] hydra.run.dir=runs/cured"
+    "rollout.prompts_per_step=16 eval.tasks=20 eval.samples=2 'log=[jsonl]' hydra.run.dir=runs/cured"
 )
 
 # %%
@@ -82,7 +82,9 @@ for axis, (title, run) in zip(axes, {"trap": trap, "cured": cured}.items(), stri
         axis.plot(range(1, 7), values, marker="o", label=name)
     axis.set(title=title, xlabel="step")
     axis.legend()
+
 print(cured)
+plt.show()
 
 # %% [markdown]
 # ## Five habits
@@ -92,7 +94,7 @@ print(cured)
 # 3. A reward that every sibling gets teaches nothing: advantages are differences.
 # 4. What cannot be graded is 0 (`raise PolicyError`). What failed through no fault of the model is no 0: raise
 #    anything else, and the trajectory is left out.
-# 5. Several parts: `reward=[numeric,length] reward.length.weight=0.2`, each logged by itself.
+# 5. Several parts: `'reward=[numeric,length]' reward.length.weight=0.2`, each logged by itself.
 #
 # ## What next
 #

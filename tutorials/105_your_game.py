@@ -58,6 +58,7 @@ for name, places in ("games.jsonl", (2, 3)), ("held_out.jsonl", (1,)):
     with open(name, "w") as lines:
         for place in places:
             print(json.dumps({"prompt": f"You stand at {place}.", "place": place}), file=lines)
+
 with open("played.jsonl", "w") as lines:
     for number in range(200):
         place, messages = 1 + number % 3, []

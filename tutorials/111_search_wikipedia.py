@@ -5,7 +5,7 @@
 #
 # The tool `search` finds passages in a file of yours by their words (BM25, as in most search engines), and `read`
 # gives a whole passage. A passage is a line with `id`, `text` and perhaps `title`. Four of them, to see how it works
-# (`pip install -e ".[search]"` in the project's folder first):
+# (`pip install 'mtgrpo[search]'` first):
 
 # %%
 import json
@@ -87,13 +87,14 @@ sh("python by_hand.py 'first program' 'Babbage machine'")
 with open("questions.jsonl", "w") as lines:
     print(json.dumps({"prompt": "When was Ada Lovelace born?", "answer": "1815"}), file=lines)
     print(json.dumps({"prompt": "When was Alan Turing born?", "answer": "1912"}), file=lines)
+
 with open("held_out.jsonl", "w") as lines:
     print(json.dumps({"prompt": "When was Grace Hopper born?", "answer": "1906"}), file=lines)
 
 # %%
 sh(
-    "mtgrpo train recipe=[jsonl,smollm2_135m] model.name=tiny task.path=questions.jsonl "
-    "task.val_files=[held_out.jsonl] 'environment.tools={search: {corpus: passages.jsonl}}' reward=em --dry-run"
+    "mtgrpo train 'recipe=[jsonl,smollm2_135m]' model.name=tiny task.path=questions.jsonl "
+    "'task.val_files=[held_out.jsonl]' 'environment.tools={search: {corpus: passages.jsonl}}' reward=em --dry-run"
 )
 
 # %% [markdown]
@@ -108,6 +109,6 @@ sh(
 #
 # ## What next
 #
-# - Pay a turn for showing the answer: `reward=[em,evidence]`; see [108](108_turn_rewards.md).
+# - Pay a turn for showing the answer: `'reward=[em,evidence]'`; see [108](108_turn_rewards.md).
 # - A real model: `recipe=smollm2_search` on a processor; `recipe=search_r1_3b` on GPUs.
 # - An index of all of Wikipedia, with Lucene: [the search tool](../tasks_and_rewards.md#the-search-tool).

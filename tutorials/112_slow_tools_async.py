@@ -18,7 +18,7 @@ from cells import sh
 # %%
 sh(
     "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
-    "eval.every_steps=0 log=[jsonl] hydra.run.dir=runs/same_digits"
+    "eval.every_steps=0 'log=[jsonl]' hydra.run.dir=runs/same_digits"
 )
 
 # %% [markdown]
@@ -27,7 +27,7 @@ sh(
 # %%
 sh(
     "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
-    "eval.every_steps=0 log=[jsonl] trainer.deterministic=false hydra.run.dir=runs/in_step"
+    "eval.every_steps=0 'log=[jsonl]' trainer.deterministic=false hydra.run.dir=runs/in_step"
 )
 
 # %% [markdown]
@@ -38,7 +38,7 @@ sh(
 # %%
 sh(
     "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
-    "eval.every_steps=0 log=[jsonl] rollout.max_staleness=1 hydra.run.dir=runs/ahead"
+    "eval.every_steps=0 'log=[jsonl]' rollout.max_staleness=1 hydra.run.dir=runs/ahead"
 )
 
 
@@ -78,5 +78,5 @@ for folder in ("runs/same_digits", "runs/in_step", "runs/ahead"):
 #
 # - A tool that hangs: `environment.call_timeout_s`; one that fails: [tools](../tools.md#whose-fault-it-is). Try
 #   yours with `faults.error_rate=0.05 faults.hang_rate=0.05`.
-# - Corrections for more staleness: [algorithms](../algorithms.md#correction), `recipe=[gsm8k,async]`.
+# - Corrections for more staleness: [algorithms](../algorithms.md#correction), `'recipe=[gsm8k,async]'`.
 # - [113](113_kill_and_resume.md): what if the machine goes away.

@@ -20,7 +20,7 @@ WORDS = "trainer.steps=4 rollout.prompts_per_step=4 eval.tasks=1 eval.samples=1 
 # %%
 sh(
     "mtgrpo train trainer.steps=4 rollout.prompts_per_step=4 eval.tasks=1 eval.samples=1 eval.every_steps=0 "
-    "log=[jsonl] hydra.run.dir=runs/whole"
+    "'log=[jsonl]' hydra.run.dir=runs/whole"
 )
 
 
@@ -34,6 +34,7 @@ def steps(folder):
 killed = subprocess.Popen(["mtgrpo", "train", *WORDS.split(), "hydra.run.dir=runs/killed"], stdout=subprocess.DEVNULL)
 while len(steps("runs/killed")) < 2 and killed.poll() is None:
     time.sleep(0.01)
+
 killed.kill()  # kill -9: it cannot even say goodbye
 print("exit code", killed.wait())
 

@@ -18,7 +18,7 @@ from cells import sh
 # %%
 sh(
     "mtgrpo train debug.advantages=normal,shuffled trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=25 "
-    "eval.samples=2 eval.every_steps=0 log=[jsonl] hydra.sweep.dir=runs/control --multirun"
+    "eval.samples=2 eval.every_steps=0 'log=[jsonl]' hydra.sweep.dir=runs/control --multirun"
 )
 
 # %%

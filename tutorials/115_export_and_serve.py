@@ -16,7 +16,7 @@ from openai import OpenAI
 # %%
 sh(
     "mtgrpo train trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 eval.every_steps=0 "
-    "log=[jsonl] hydra.run.dir=runs/a"
+    "'log=[jsonl]' hydra.run.dir=runs/a"
 )
 
 # %% [markdown]

@@ -41,7 +41,7 @@ This page is written from the source by `make docs`. One command does all of it,
 4. Read `runs/a/summary.json` and `mtgrpo report runs/a`, then conversations: `mtgrpo show runs/a --failures`.
 
 ```console
-mtgrpo train recipe=jsonl model.name=tiny task.path=problems.jsonl task.val_files=[held_out.jsonl] --dry-run
+mtgrpo train recipe=jsonl model.name=tiny task.path=problems.jsonl 'task.val_files=[held_out.jsonl]' --dry-run
 mtgrpo train trainer.steps=2 hydra.run.dir=runs/b resume=true
 mtgrpo show runs/a --failures
 mtgrpo eval checkpoint=runs/a/checkpoints/step_000025
@@ -53,7 +53,7 @@ Look an option up before you use it: `mtgrpo train --help WORD`. All of them are
 ## Your own parts
 
 A tool is a function with annotations and a docstring, a reward a dataclass with `reward(self, trajectory)`, each in a
-file: `environment.tools=[calculator,shop.py:price] reward=shop.py:Brisk`. Whole examples: README.md and
+file: `'environment.tools=[calculator,shop.py:price]' reward=shop.py:Brisk`. Whole examples: README.md and
 docs/your_own_agent.md. A file of tasks has a line of JSON for each, with `prompt` (or `messages`) and `answer`.
 
 ## Traps
@@ -76,7 +76,7 @@ docs/your_own_agent.md. A file of tasks has a line of JSON for each, with `promp
 EXTRAS = """# Extras
 
 This page is written from `pyproject.toml` by `make docs`. Each extra brings what a task, a reward or a service needs:
-`pip install 'mtgrpo[math,search]'`, from the source `pip install -e '.[math,search]' -c constraints.txt`.
+`pip install 'mtgrpo[math,search]'`, in the environment where mtgrpo is.
 `mtgrpo doctor` says which are there, and a run that lacks one says so before it begins.
 
 """
@@ -122,7 +122,7 @@ def skill() -> str:
             behind.append(f"`{name}`")
         elif not text.startswith("Base: "):
             listed.append(f"- `{name}`: {re.split(r'[.:](?: |$)| [(]', text)[0]}\n")
-    more = f"Behind another, as `recipe=[gsm8k,lora]`: {', '.join(behind)}.\n"
+    more = f"Behind another, as `'recipe=[gsm8k,lora]'`: {', '.join(behind)}.\n"
     return f"{SKILL}## Commands\n\n{named}\n## Recipes\n\n{''.join(listed)}\n{more}"
 
 

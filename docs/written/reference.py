@@ -37,7 +37,7 @@ success is at temperature 1, before and after. Where nothing was measured here, 
 
 ```console
 mtgrpo train recipe=gsm8k_tiny --dry-run
-mtgrpo train recipe=[gsm8k,qwen2.5_0.5b,lora] trainer.steps=50 --dry-run   # from left to right, then what you set
+mtgrpo train 'recipe=[gsm8k,qwen2.5_0.5b,lora]' trainer.steps=50 --dry-run   # from left to right, then what you set
 ```
 """
 API = """# From Python
@@ -224,8 +224,8 @@ def filled(text: str) -> str:
 def ours_of(name: str) -> str:
     """What another library's option is called here, its own name where that is the same; else raises LookupError."""
     if ours := counterpart(name):
-        words, comma, more = ours.partition(",") if not ours.startswith("no option") else ("", "", ours)
-        option = bool(re.fullmatch(r"[\w.]+(=\S+)?( [\w.]+(=\S+)?)*", words))
+        words, comma, more = ours.partition(", ") if not ours.startswith("no option") else ("", "", ours)
+        option = bool(re.fullmatch(r"'?[\w.]+(=\S+)?( '?[\w.]+(=\S+)?)*", words))
         return f"`{words}`{comma}{more}" if option else ours
     if name in schema({group: next(iter(options(group))) for group in groups()}):
         return f"`{name}`"

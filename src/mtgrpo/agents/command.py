@@ -42,7 +42,7 @@ class Command(Agent, keep_output=">= 0"):
         super().__post_init__()
         if not self.argv:
             raise ConfigError(
-                '`argv` is empty: give the command and its arguments, such as agent.argv=[mini,-t,"{prompt}"]'
+                "`argv` is empty: give the command and its arguments, such as 'agent.argv=[mini,-t,\"{prompt}\"]'"
             )
         if self.directory and not Path(self.directory).expanduser().is_dir():
             raise ConfigError(f"`directory={self.directory}`: there is no such folder")

@@ -1,6 +1,6 @@
 """`mtgrpo launch WHAT`: a server here, or a run in a container or on machines of others.
 
-`vllm --model MODEL` is a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it.
+`vllm --model MODEL` is a vLLM server as `engine=server 'engine.url=[http://HOST:PORT]'` needs it.
 `local` is one of the local engine, for `engine.kind=local`: it reads the model that the run sends.
 """
 

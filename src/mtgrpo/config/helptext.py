@@ -40,7 +40,7 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = (), asked: str = "
     for key, setting in schema(composed.choices).items():
         section = key.partition(".")[0] if "." in key else "general"
         rows.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
-    sinks = [_entry(f"  log=[{name}]", summary(sink)) for name, sink in extension.options("mtgrpo.log", Sink).items()]
+    sinks = [_entry(f"  'log=[{name}]'", summary(sink)) for name, sink in extension.options("mtgrpo.log", Sink).items()]
     blocks = [["recipe", *_recipes(composed.choices["recipe"], folders)], ["general", *rows.pop("general")]]
     blocks += [["log", *sinks]]
     for group in groups():

@@ -43,7 +43,7 @@ class Gymnasium(Environment):
         super().__post_init__()
         self._names = self.actions or next((names for game, names in _NAMES.items() if self.game.startswith(game)), [])
         if not self._names:
-            raise ConfigError(f"environment.game={self.game}: name its actions: environment.actions=[first,second]")
+            raise ConfigError(f"environment.game={self.game}: name its actions: 'environment.actions=[first,second]'")
         self._named = re.compile(rf"\b({'|'.join(map(re.escape, self._names))})\b", re.IGNORECASE)
 
     @property

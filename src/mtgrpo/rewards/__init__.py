@@ -233,7 +233,7 @@ class OfRewards(Reward, ABC):
             self._parts[name.rpartition(":")[2]] = built(f"reward {name}", kind, self._settings(name, settings))
         self.compares = any(part.compares for part in self.parts)
         if not self._parts:
-            raise ConfigError("reward.of is empty: name the rewards that this one goes by, such as reward.of=[numeric]")
+            raise ConfigError("reward.of is empty: name the rewards that this one goes by: 'reward.of=[numeric]'")
 
     def _settings(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Those of the settings that belong to the part itself."""

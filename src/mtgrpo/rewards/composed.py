@@ -16,7 +16,7 @@ from mtgrpo.types import Trajectory
 class Composed(OfRewards):
     """The sum of the rewards `of`, each times its weight, which is 1 where none is given; so for those of turns.
 
-    As options: reward=[numeric,format] reward.numeric.weight=1 reward.format.weight=0.2. Each is logged by itself, as
+    As options: 'reward=[numeric,format]' reward.numeric.weight=1 reward.format.weight=0.2. Each is logged by itself, as
     reward/numeric/mean, before it is weighed; so is what it is itself made of, as reward/numeric/NAME/mean.
     """
 

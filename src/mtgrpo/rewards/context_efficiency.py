@@ -32,9 +32,9 @@ class ContextEfficiency(OfRewards, bonus="> 0 and < 0.5"):
     pass_rate is the share of right answers among the siblings that did not fail, and shortest is the smallest L among
     the right answers. A truncated trajectory is graded by its final message and counts in both.
 
-    An answer is right where each reward in `of` reaches its success_at: of=[numeric],
-    of={code: {}, format: {min_chars: 9}}. docs/tasks_and_rewards.md says why a wrong answer never pays, however short
-    it is, with algorithm.divide_by_std=false.
+    An answer is right where each reward in `of` reaches its success_at: 'reward.of=[numeric]',
+    'reward.of={code: {}, format: {min_chars: 9}}'. docs/tasks_and_rewards.md says why a wrong answer never pays,
+    however short it is, with algorithm.divide_by_std=false.
     """
 
     default: ClassVar[Mapping[str, Any]] = {"em": {"convention": "unicode"}}  # punctuation of any script

@@ -18,9 +18,9 @@ _SHOWN = re.compile(r"^\[([^\]\n]+)\]", re.MULTILINE)  # an id, as the search to
 class Evidence(Reward):
     """The share of the passages that the question needs, the task's `gold`, which the tool search has shown: 0 to 1.
 
-    For task=search_qa with environment.tools={search: ...}; with answers=true for any task that has accepted answers,
+    For task=search_qa with 'environment.tools={search: ...}'; with answers=true for any task that has accepted answers,
     such as triviaqa, 1 where a search has shown one of them. A search for words of the answer finds passages without
-    answering, so put it beside the answer's reward: reward=[f1,evidence] reward.evidence.weight=0.2.
+    answering, so put it beside the answer's reward: 'reward=[f1,evidence]' reward.evidence.weight=0.2.
     """
 
     per_turn: bool = False  # each turn is paid for what it is the first to show, the whole for nothing: advantage=turn

@@ -12,7 +12,7 @@ from mtgrpo.types import Trajectory
 class Length(Reward, budget_tokens=">= 0", cost="> 0", most="> 0"):
     """Minus `cost` for every token that the policy sampled beyond `budget_tokens`, over all turns; never below -`most`.
 
-    To be added to a reward for what is said: reward=[em,length]. By itself the shortest message is the best.
+    To be added to a reward for what is said: 'reward=[em,length]'. By itself the shortest message is the best.
     """
 
     success_at: float = 0.0  # within the budget

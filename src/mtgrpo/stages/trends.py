@@ -105,7 +105,7 @@ class Trends:
             "optimizer.lr lower, and see eval.stop",
             "variance": f"in no group do rewards differ, so nothing is learned; choose {_more_variance(success)}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
-            "higher, or reward=[...,length]",
+            "higher, or 'reward=[...,length]'",
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "
             f"{resident_bytes() / 2**30:.1f}), and without any the kernel ends the run; set batch.token_budget, "
             "rollout.max_concurrent or engine.memory_fraction lower",

@@ -232,7 +232,7 @@ class TaskSource(Part, ABC):
         if len(shown) < self.examples:
             raise ConfigError(
                 f"task.examples={self.examples}: task {type(self).__name__} has no demonstrations to show; give "
-                "messages of your own: task.examples=[{role: user, content: ...}, {role: assistant, content: ...}]"
+                "messages of your own: 'task.examples=[{role: user, content: ...}, {role: assistant, content: ...}]'"
             )
         return tuple(message for example in shown for message in example if message.name != SUMMARY)
 

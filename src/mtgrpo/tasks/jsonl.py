@@ -150,7 +150,7 @@ class FileSource(TaskSource, ABC):
     def _training(self, held_out: Mapping[Path, Path]) -> list[Path]:
         """The files to train on; none of them is held out, so a folder gives up what is."""
         if bool(self.path) == bool(self.train_files):
-            cure = f"task.path=FILE (a {self.suffix} file, or a folder of them) or task.train_files=[FILE,FILE]"
+            cure = f"task.path=FILE (a {self.suffix} file, or a folder of them) or 'task.train_files=[FILE,FILE]'"
             both = f"task.path={self.path} and task.train_files={_spelled(self.train_files)}: give one, not both: "
             raise ConfigError(f"{both}{cure}" if self.path else f"no file of tasks is named: give {cure}")
         entries = [self.path] if self.path else self.train_files

@@ -21,7 +21,7 @@ class Ledger(Generated, min_pages=">= 2", right=">= 0 and <= 1"):
     The answer is the total after `####`. At any time only the total so far and the page last read are needed, so that
     an agent that keeps the end of the conversation, or writes the total down, can finish whatever the number of pages.
     A fifth of all amounts is held out: it appears in `eval` tasks only. It needs
-    environment.tools=[calculator,next_page] and environment.max_turns of twice the pages and one more.
+    'environment.tools=[calculator,next_page]' and environment.max_turns of twice the pages and one more.
     """
 
     min_pages: int = 8

@@ -23,7 +23,7 @@ class Parquet(FileSource):
 
     One row group is held in memory; the shuffle orders the row groups and the rows inside each. Files made for verl
     (prompt, reward_model.ground_truth, ...) are read as they are.
-    Example: `task=parquet task.train_files=[a.parquet,b.parquet] task.val_files=[c.parquet]`.
+    Example: `task=parquet 'task.train_files=[a.parquet,b.parquet]' 'task.val_files=[c.parquet]'`.
     """
 
     suffix: ClassVar[str] = ".parquet"

