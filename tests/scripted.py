@@ -25,7 +25,6 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.version = 0
         self.notes = ["engine: scripted"]
-        self.sync_s = self.waited_s = 0.0
         self.metrics: dict[str, float] = {}
         self.pushes: list[object] = []  # none
         self.asked: list[tuple[Key, list[int]]] = []  # every context it got, in order
@@ -34,6 +33,10 @@ class ScriptedEngine:
         self._going = asyncio.Event()
         self._going.set()
         self._closed = False
+
+    def take_seconds(self) -> tuple[float, float]:
+        """None: it neither takes over weights nor waits."""
+        return 0.0, 0.0
 
     @property
     def requests(self) -> list[str]:

@@ -495,6 +495,21 @@ def test_settings_that_make_no_sense_are_refused(words: str, message: str) -> No
         compose(parse(words.split()))
 
 
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["sft.steps=0"], True),
+        (["sft.steps=0", "environment.tools=[]"], False),
+        (["sft.steps=50"], False),  # the warm start shows calls of them
+    ],
+)
+def test_tools_beside_an_agent_are_noted(words: list[str], noted: bool) -> None:
+    agent = ["agent=python", f"agent.function={AGENTS}:echo", "environment.tools=[calculator]"]
+    notes = compose(parse([*agent, *words])).experiment.notes
+    assert any("environment.tools has no effect: an agent has tools" in note for note in notes) is noted
+    assert not any("no effect" in note for note in compose(parse([*agent[2:], *words])).experiment.notes)
+
+
 def test_rewards_that_are_posted_take_the_place_of_the_environments() -> None:
     words = ["agent=python", f"agent.function={AGENTS}:echo", "agent.posts_rewards=true", "reward=environment"]
     assert compose(parse(words)).experiment.agent.posts_rewards

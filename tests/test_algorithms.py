@@ -75,8 +75,11 @@ def test_equal_rewards_have_an_advantage_of_exactly_zero(reward: float, count: i
     assert found.tolist() == [0.0] * count
 
 
-@pytest.mark.parametrize("bad", [{"clip_low": 0.0}, {"clip_low": 1.5}, {"clip_high": 0.0}])
-def test_impossible_clips_are_refused(bad: dict[str, float]) -> None:
+# of each of the classes that GRPO is made of
+@pytest.mark.parametrize(
+    "bad", [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_high": 0}, {"epsilon": 0}, {"top_entropy": 0}]
+)
+def test_impossible_settings_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         GRPO(**bad)
 

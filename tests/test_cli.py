@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import AsyncGenerator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -325,6 +326,17 @@ def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPat
 
 
 # --- what is refused
+
+
+@pytest.mark.parametrize("group", groups())
+def test_a_class_of_every_kind_has_bounds(group: str) -> None:
+    fields: dict[str, Any] = {"mine": 1, "__annotations__": {"mine": int}}
+    made = types.new_class("Own", (groups()[group],), {"mine": "> 0"}, lambda body: body.update(fields))
+    own: Any = dataclasses.dataclass(made)
+    own.__abstractmethods__ = frozenset[str]()
+    assert own().mine == 1
+    with pytest.raises(ConfigError, match="`mine` must be > 0, got 0"):
+        own(mine=0)
 
 
 @pytest.mark.parametrize("command", ["sft", "train"])
@@ -715,6 +727,7 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, p
         ({"a": ""}, "task.path=a hydra.run.dir=a", "a"),
         ({"config.json": "{"}, "task=calculator model.name=.", "model.name=. cannot be loaded"),
         ({"a.yaml": "a: [1"}, "recipe=a.yaml", "a.yaml cannot be read"),
+        ({"a.yaml": "a: [{content: #### 1}]"}, "recipe=a.yaml", 'begins a comment: quote it, as content: "#### 12"'),
     ],
 )
 def test_a_bad_file_is_told_in_a_line(files: dict[str, str], words: str, said: str, run: Run, place: Path) -> None:

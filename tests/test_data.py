@@ -77,6 +77,62 @@ def test_a_run_says_what_a_check_finds(place: Path, run: Run) -> None:
     assert "line 42: no answer in column 'answer', which other rows have" in err
 
 
+OWN = """
+from dataclasses import dataclass
+
+from mtgrpo.rewards import Reward
+
+
+@dataclass
+class Ends(Reward):
+    def reward(self, trajectory):
+        return float(trajectory.final.endswith(trajectory.task.answer))
+
+
+def solve(task, address):
+    return ""
+"""
+AGENT = ("agent=python", "agent.function=own.py:solve")
+
+
+@pytest.mark.parametrize(
+    ("column", "words", "said"),
+    [
+        ("anwser", ["reward=own.py:Ends"], "which reward Ends may want: did you mean anwser? set task.columns.answer="),
+        ("anwser", ["reward=[own.py:Ends,length]"], "which reward Composed may want: did you mean anwser?"),
+        ("gold", [*AGENT, "reward=numeric"], "reward Numeric may want: set task.columns.answer=NAME; beside the "),
+        ("gold", ["reward=em"], "has no answer to compare with"),
+        ("gold", ["reward=math_verify"], "which reward MathVerify wants: set task.columns.answer=NAME; beside the "),
+        ("gold", ["reward=length"], ""),
+        ("gold", [*AGENT, "reward=environment"], ""),
+        ("gold", ["reward=ground_truth", "reward.file=answers.jsonl"], ""),
+        ("gold", ["reward=own.py:Ends", "task.columns.answer=gold"], ""),
+        ("answer", ["reward=own.py:Ends"], ""),
+        ("answer", ["reward=math_verify"], ""),
+    ],
+)
+def test_a_dry_run_says_that_no_row_has_the_answer(
+    column: str, words: list[str], said: str, place: Path, run: Run
+) -> None:
+    if "reward=math_verify" in words:
+        pytest.importorskip("math_verify")
+    (place / "own.py").write_text(OWN)
+    write(place / "mine.jsonl", *({"prompt": f"{n}?", "id": str(n), column: "1"} for n in range(40)))
+    write(place / "answers.jsonl", *({"id": str(n), "answer": "1"} for n in range(40)))
+    code, _, err = run("train", "task=jsonl", "task.path=mine.jsonl", "sft.steps=0", *words, "--dry-run")
+    assert said in err and ("answer in column" in err or "no answer" in err) is bool(said)
+    assert code == (2 if "wants" in said or "to compare" in said else 0)
+
+
+def test_training_rows_are_looked_at_for_answers_too(place: Path, run: Run) -> None:
+    (place / "own.py").write_text(OWN)
+    write(place / "mine.jsonl", *(asked(f"{n}?", gold="1") for n in range(40)))
+    write(place / "held.jsonl", asked("1?", answer="1"))
+    words = ("task=jsonl", "task.path=mine.jsonl", "task.val_files=[held.jsonl]", "sft.steps=0", "reward=own.py:Ends")
+    code, _, err = run("train", *words, "--dry-run")
+    assert code == 0 and "no row, such as mine/" in err and "beside the prompt there is gold" in err
+
+
 def test_the_column_that_likely_holds_the_prompt_is_named(place: Path, run: Run) -> None:
     write(place / "mine.jsonl", *({"question": f"1+{n}?", "answer": str(1 + n)} for n in range(3)))
     lines = run("data", "check", "mine.jsonl")[1].splitlines()

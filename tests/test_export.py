@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -243,6 +243,34 @@ def test_a_program_says_what_its_tools_with_a_state_begin_with(
     said, warned = capsys.readouterr()
     assert "[user] How much?" in said
     assert (f"The tools begin with the row of {out}/example.json" in warned) is own
+
+
+def test_a_program_shows_the_calls_of_worked_examples_and_its_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"environment.max_turns": "1", "sampling.max_new_tokens": "2", "environment.tools": '["calculator"]'}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **few}})
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    shown = [{"role": "user", "content": "2 + 3?"}, called, {"role": "tool", "name": "calculator", "content": "5"}]
+    row = conversation("1 + 1?", 1.0, {"role": "assistant", "content": "2"})
+    messages = [*shown, {"role": "assistant", "content": "#### 5"}, *cast("list[Any]", row["messages"])[-2:]]
+    (tmp_path / "trajectories").mkdir()
+    kept = json.dumps({**row, "messages": messages, "tools": [{"function": TOOL}]})
+    (tmp_path / "trajectories/evaluation_after.jsonl").write_text(kept + "\n")
+    out = exported(path, "hf", tmp_path / "out")
+    monkeypatch.syspath_prepend(out)
+    monkeypatch.setattr("sys.argv", ["chat.py"])
+    monkeypatch.delitem(sys.modules, "tools", raising=False)
+    runpy.run_path(str(out / "chat.py"), run_name="__main__")["tools"].run.__self__.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["[user] 2 + 3?", "[assistant] calculator({'expression': '2 + 3'})"]
+    assert said[2:5] == ["[tool] 5", "[assistant] #### 5", "[user] 1 + 1?"]
+    (out / "model.safetensors").unlink()  # its help asks no model
+    for word in ("-h", "--help"):
+        monkeypatch.setattr("sys.argv", ["chat.py", word])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(out / "chat.py"), run_name="__main__")
+        assert not left.value.code and capsys.readouterr().out.startswith("python chat.py [QUESTION]: this model")
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -85,7 +85,7 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
 def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -> None:
     names = ("greedy", "success", "pass@4")
     summary = {f"eval/{name}/after": value for name, value in zip(names, after, strict=True)}
-    summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8}
+    summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8, "eval/tasks": 64}
     line, verdict, *worse = what_was_learned(summary, 4, lr=3e-4).splitlines()
     assert line == (
         f"held-out success: greedy 0.000 -> {after[0]:.3f}, sampled 0.300 -> {after[1]:.3f}, "
@@ -99,17 +99,48 @@ def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -
     assert worse == ([fell] if after[2] < 0.8 else [])
 
 
+@pytest.mark.parametrize(
+    ("tasks", "gains", "said"),
+    [
+        (100, (0.0, 0.08, 0.0), "mostly sharpening"),  # 1.4 / sqrt(100 * 4) = .07
+        (75, (0.0, 0.08, 0.08), "no more than chance gives with 75 held-out tasks"),
+        (1, (0.0, 0.06, 0.0), "no more than chance gives with 1 held-out task"),
+        (9, (0.5, 0.0, 0.0), "only greedy answers gained"),  # 1.4 / sqrt(9) = .47
+        (8, (0.45, 0.0, 0.0), "no more than chance gives with 8 held-out tasks"),
+        (8, (0.04, 0.04, 0.4), "no gain worth a word"),
+        (64, (0.0, 0.3, 0.15), "success rose; 64 held-out tasks cannot tell whether 4 tries found it before (sampled "),
+        (128, (0.0, 0.3, 0.16), "learned what 4 tries did not find before (sampled +0.300, pass@4 +0.160)"),
+        (8, (-0.3, -0.2, -0.3), "no gain worth a word"),
+        (8, (-0.5, -0.26, -0.3), "no gain worth a word\nworse than before training: greedy -0.500, sampled -0.260 ("),
+        (10_000, (-0.045, -0.045, -0.055), "no gain worth a word\nworse than before training: pass@4 -0.055 (`mtgrpo "),
+    ],
+)
+def test_a_verdict_is_not_said_of_chance(tasks: int, gains: tuple[float, ...], said: str) -> None:
+    names = ("greedy", "success", "pass@4")
+    summary = {f"eval/{name}/{when}": 0.5 for name in names for when in ("before", "after")} | {"eval/tasks": tasks}
+    summary |= {f"eval/{name}/after": 0.5 + gain for name, gain in zip(names, gains, strict=True)}
+    verdict = what_was_learned(summary, 4, lr=3e-4).partition("\n")[2]
+    assert verdict.startswith(said) and ("worse" in verdict) == ("worse" in said)
+
+
 def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success", "pass@1") for when in ("before", "after")}
+    summary["eval/tasks"] = 8
     assert what_was_learned(summary | {"eval/success/after": 0.5}, 1, lr=1e-6) == (
         "held-out success: greedy 0.000 -> 0.000, sampled 0.000 -> 0.500"
     )
 
 
-@pytest.mark.parametrize(("trained", "steps", "says"), [(0.75, 5, True), (0.65, 5, False), (0.75, 4, False)])
-def test_training_success_far_above_held_out_success_is_said(trained: float, steps: int, says: bool) -> None:
+@pytest.mark.parametrize(
+    ("trained", "steps", "tasks", "says"),
+    [(0.75, 5, 32, True), (0.65, 5, 200, False), (0.75, 4, 32, False), (0.75, 5, 31, False)],
+)
+def test_training_success_far_above_held_out_success_is_said(
+    trained: float, steps: int, tasks: int, says: bool
+) -> None:
     summary = {f"eval/{name}/{when}": 0.5 for name in ("greedy", "success", "pass@4") for when in ("before", "after")}
-    said = what_was_learned(summary | {"train/success": trained, "train/steps": steps}, 4, lr=1e-6)
+    summary |= {"train/success": trained, "train/steps": steps, "eval/tasks": tasks}
+    said = what_was_learned(summary, 4, lr=1e-6)
     assert ("memorised, at least in part: training success is 0.750, 0.250 above held-out success" in said) is says
 
 

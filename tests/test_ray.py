@@ -133,8 +133,8 @@ async def test_restarts_are_counted_anew_after_each_checkpoint(
     saved = iter([0, 5, 5, 5])
     monkeypatch.setattr("mtgrpo.stages.restarts.find_newest", lambda *_: type("Found", (), {"step": next(saved)}))
 
-    async def work(run: Any, restarts: int) -> None:
-        seen.append((run.resume, restarts))
+    async def work(run: Any) -> None:
+        seen.append((run.resume, run.cluster.restarted))
         task = asyncio.current_task()
         assert task is not None
         task.cancel()

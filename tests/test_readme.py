@@ -17,6 +17,7 @@ from written import agents, algorithms
 
 from conftest import Run
 from mtgrpo import cli, memory
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import groups
 from mtgrpo.config.options import options, schema
 from mtgrpo.config.recipe import recipes
@@ -80,6 +81,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(blocks("json")))
     for name, block in zip(("shop.py", "my_agent.py"), blocks("python"), strict=True):
         (folder / name).write_text(block)
+    (folder / "shop.yaml").write_text(*blocks("yaml"))
     (folder / "bills.jsonl").write_text("".join(blocks("json", PAGES["tools"])))
     named = [*blocks("yaml", PAGES["command"]), *blocks("python", PAGES["tools"]), BILL]
     named += blocks("python", PAGES["first_task"])
@@ -118,6 +120,22 @@ def test_every_command_is_accepted(
         with pytest.raises(SystemExit) as done:
             cli.main(words)
         assert done.value.code == 0, (command, capsys.readouterr().err)
+
+
+def test_the_worked_example_calls_the_tool_and_is_told_what_it_says(
+    newcomer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(newcomer)
+    (line,) = (line for line in commands(README) if "shop.yaml" in line)
+    experiment = compose(parse([*shlex.split(line)[2:], "model.name=tiny"])).experiment
+    asked, called, answer, said = experiment.task.worked
+    (call,) = called.tool_calls
+    assert (asked.role, answer) == (
+        "user",
+        Message("tool", load_file(newcomer / "shop.py").price("lamp"), name="price"),
+    )
+    assert call == ToolCall("price", {"thing": "lamp"}) and said.content.endswith("#### 80")
+    assert call.name in {spec.name for spec in experiment.environment.tool_specs}
 
 
 async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

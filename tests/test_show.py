@@ -15,6 +15,7 @@ import pytest
 
 from mtgrpo.commands.show import main
 from mtgrpo.errors import ConfigError
+from mtgrpo.record.reading import places_of_turns
 
 
 def conversation(task: str, reward: float, said: str) -> dict[str, Any]:
@@ -41,6 +42,11 @@ def run_folder(tmp_path: Path) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "trajectories" / "step_000002.jsonl").write_text(lines + '{"task": "t/3", "cut')
     return tmp_path
+
+
+def test_the_turns_of_a_conversation_are_the_last_messages_of_the_assistant() -> None:
+    row = conversation("t/1", 1.0, "17 * 23")
+    assert [places_of_turns({**row, "turns": row["turns"][:count]}) for count in (0, 1, 2)] == [[], [3], [1, 3]]
 
 
 def test_a_conversation_is_shown_as_it_went(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

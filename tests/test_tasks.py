@@ -259,6 +259,10 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
         (WORKED[:1], "end with an assistant's, got the roles user"),
         (WORKED[1:], "begin with a user's .* got the roles assistant, tool, assistant"),
         ([{"role": "teacher", "content": "x"}], "task.examples, message 1: role must be one of .* 'teacher'"),
+        (
+            [WORKED[0], {"role": "assistant", "content": None}],
+            'message 2: content must .* quote it, as content: "#### 12"',
+        ),
         ("2 * 3 is 6", "task.examples, message 1: must be an object with role and content, got str"),
         (2, r"task\.examples=2: task Jsonl has no demonstrations .* task\.examples=\[{role: user, content:"),
     ],

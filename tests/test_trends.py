@@ -9,6 +9,7 @@ import pytest
 
 from mtgrpo import preset
 from mtgrpo.errors import RunError
+from mtgrpo.evaluation.findings import TRAINED
 from mtgrpo.runtime import resources
 from mtgrpo.stages import trends
 from mtgrpo.stages.trends import PATIENCE, WITHOUT_VARIANCE, Trends, foreseen, in_vain
@@ -47,9 +48,9 @@ def test_a_policy_that_needs_no_tools_or_never_had_any_is_left_alone() -> None:
 
 
 def test_conversations_that_wait_for_the_tools_of_others_are_said() -> None:
-    for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts; the sum is counted
+    for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts
         watched = Trends()
-        rows = [{"time/rollout_s": 9.0, "perf/lockstep_s": number * each_s} for number in range(4)]
+        rows = [{"time/rollout_s": 9.0, "perf/lockstep_s": waited_s} for waited_s in (0.0, *[each_s] * 3)]
         texts = [watched.warnings({**FINE, **row}) for row in rows]
         assert [len(of_step) for of_step in texts] == said
         assert each_s == 2 or "for 4.0 s all conversations waited" in texts[2][0]
@@ -85,6 +86,9 @@ def test_servers_that_answer_with_other_weights_are_said(proven: bool, said: lis
 def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:
     said = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0})
     assert said.startswith("nothing was learned: in no step, of 3,") and "rollout.group_size higher" in said
+    assert "choose easier tasks, more worked examples (task.examples)" in said and "harder" not in said
+    solved = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0, TRAINED: 1.0})
+    assert "choose harder tasks, a reward" in solved and "easier" not in solved
     assert not in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 2.0}) and not in_vain({"train/steps": 0.0})
 
 
@@ -97,6 +101,19 @@ def test_that_hardly_a_group_will_differ_is_foreseen(share: float, success: floa
     found = foreseen(measured, preset("calculator", "rollout.prompts_per_step=8"))
     assert said in found and bool(found) is bool(said)
     assert not foreseen({"eval/success/before": 0.0}, preset("calculator"))  # of one sample each
+
+
+@pytest.mark.parametrize(("success", "said"), [(0.0, "choose easier tasks, more worked"), (1.0, "choose harder tasks")])
+def test_rewards_that_do_not_differ_want_easier_or_harder_tasks(success: float, said: str) -> None:
+    watched, flat = Trends(), {**FINE, "reward/groups_with_variance": 0.0, "reward/success": success}
+    (warning,) = [text for _ in range(PATIENCE) for text in watched.warnings(flat)]
+    assert said in warning and ("harder" in warning) == (success == 1)
+
+
+def test_a_task_without_demonstrations_is_not_told_to_show_them() -> None:
+    measured = {"eval/groups_with_variance/before": 0.0, "eval/success/before": 0.0}
+    said = foreseen(measured, preset("calculator", "task=jsonl", "sft.steps=0"))
+    assert "messages of your own as task.examples" in said and "task.examples=4" not in said
 
 
 def test_more_worked_examples_are_asked_for_than_there_are() -> None:

@@ -8,10 +8,11 @@ import difflib
 import operator
 import shutil
 import sys
+from collections import ChainMap
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class ConfigError(ValueError):
@@ -91,6 +92,20 @@ def require(settings: Any, **bounds: str) -> None:
         limits = (limit.split() for limit in bound.partition(" (")[0].split(" and "))
         if value is not None and not all(_COMPARISONS[sign](value, float(limit)) for sign, limit in limits):
             raise ConfigError(f"`{name}` must be {bound}, got {value}")
+
+
+class Bounded:
+    """Settings whose fields have bounds, as `require` takes them: `class Length(Reward, cost="> 0")`."""
+
+    _bounds: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **bounds: str) -> None:
+        super().__init_subclass__()
+        inherited = (base._bounds for base in cls.__mro__[1:] if issubclass(base, Bounded))
+        cls._bounds = dict(ChainMap(bounds, *inherited))
+
+    def __post_init__(self) -> None:
+        require(self, **self._bounds)
 
 
 def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> None:

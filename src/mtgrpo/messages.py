@@ -18,15 +18,19 @@ from mtgrpo.types import Message, Role, ToolCall, ToolSpec
 
 def message_to_dict(message: Message) -> dict[str, Any]:
     """A message without its empty fields; its content is always there, `error` never."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        row["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    if message.name:
-        row["name"] = message.name
-    if message.reasoning:
-        row["reasoning_content"] = message.reasoning
-    return row
+    calls = [{"type": "function", "function": call} for call in calls_to_dicts(message)]
+    optional = filled(tool_calls=calls, name=message.name, reasoning_content=message.reasoning)
+    return {"role": message.role, "content": message.content, **optional}
+
+
+def calls_to_dicts(message: Message) -> list[dict[str, Any]]:
+    """The tool calls of a message."""
+    return [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+
+
+def filled(**fields: Any) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def tool_to_dict(tool: ToolSpec) -> dict[str, Any]:
@@ -65,7 +69,9 @@ def message_from(value: Any, where: str) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise ConfigError(f"{where}: content must be a string, got {shown(content)}")
+        yaml = content is None and where.startswith("task.examples")
+        hint = '; in YAML # begins a comment: quote it, as content: "#### 12"' if yaml else ""
+        raise ConfigError(f"{where}: content must be a string, got {shown(content)}{hint}")
     tool_calls = tuple(_call_from(call, where) for call in cast("list[Any]", calls or []))
     texts = fields.get("reasoning") or fields.get("reasoning_content"), fields.get("name")
     reasoning, name = (text if isinstance(text, str) else "" for text in texts)
@@ -81,9 +87,7 @@ def _call_from(value: Any, where: str) -> ToolCall:
             arguments = json.loads(arguments)
         return ToolCall(str(function["name"]), dict(arguments))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: a tool call must have a name and an object of arguments, got {shown(value)}"
-        ) from error
+        raise ConfigError(f"{where}: a tool call has a name and an object of arguments, got {shown(value)}") from error
 
 
 def shown(value: Any) -> str:

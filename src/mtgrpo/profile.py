@@ -35,10 +35,9 @@ class Profile:
 class Profiler:
     """Takes the measurements. Disabled, it takes none and waits for no device."""
 
-    def __init__(self, settings: Profile | None = None, sync_s: float = 0.0) -> None:
+    def __init__(self, settings: Profile | None = None) -> None:
         self._settings = settings or Profile()
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)  # of the phases of the present step
-        self._sync_s = sync_s
         self._steps: list[dict[str, float]] = []
         self.phase, self.passes = "", 0  # what began last, and how many did: where a process stands
 
@@ -80,15 +79,14 @@ class Profiler:
     ) -> dict[str, float]:
         """The measurements of a step: those of its `conversations`, and the seconds of the phases of its update.
 
-        The trainer took `trained` seconds of phases; the update took `train_s` in all. The engine has spent `sync_s` on
-        new weights since the run began.
+        The trainer took `trained` seconds of phases; the update took `train_s` in all, and new weights for the engine
+        `sync_s`.
         """
         if not self._settings.enabled:
             return {}
         phases = {f"{phase}_s": seconds + trained[phase] for phase, seconds in self.take().items()}
         phases["other_s"] = train_s - sum(phases.values())
-        measured = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
-        self._sync_s = sync_s
+        measured = {**conversations, **phases, "sync_s": sync_s}
         self._steps.append(measured)
         return {f"profile/{name}": value for name, value in measured.items()}
 

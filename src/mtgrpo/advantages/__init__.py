@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm, Baseline, PerToken, Tensor, Tokens
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Bounded, ConfigError
 from mtgrpo.parts.extension import misgiven
 
 
@@ -24,7 +24,7 @@ class Assigned:
 
 
 @dataclass
-class AdvantageEstimator(ABC):
+class AdvantageEstimator(Bounded, ABC):
     """Base of all advantage estimators."""
 
     outcome_weight: float = 1.0  # weight of the reward of the whole trajectory

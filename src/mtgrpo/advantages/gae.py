@@ -9,11 +9,11 @@ from typing import Any
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums, is_first, is_last
 from mtgrpo.algorithms import Algorithm, Tensor
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
 
 
 @dataclass
-class GAE(AdvantageEstimator):
+class GAE(AdvantageEstimator, gamma=">= 0 and <= 1", lam=">= 0 and <= 1"):
     """Generalised advantage estimation (arXiv:1506.02438).
 
     delta_k = r_k + gamma V_k+1 - V_k, A_k = sum over l >= k of (gamma lam)^(l - k) delta_l, target_k = A_k + V_k
@@ -31,9 +31,6 @@ class GAE(AdvantageEstimator):
     lam: float | None = None  # null: 0.95 over turns, 1 over tokens
 
     uses_critic = True
-
-    def __post_init__(self) -> None:
-        require(self, gamma=">= 0 and <= 1", lam=">= 0 and <= 1")
 
     @property
     def discounts(self) -> tuple[float, float]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums
 from mtgrpo.algorithms import Algorithm, Tensor
-from mtgrpo.errors import require
 
 
 @dataclass
-class GiGPO(AdvantageEstimator):
+class GiGPO(AdvantageEstimator, gamma=">= 0 and <= 1", turn_coef=">= 0"):
     """GiGPO, group in group (arXiv:2505.10978).
 
     A_k = A(whole rewards, within the group) + turn_coef A(G_k, among the group's turns with the same anchor state)
@@ -25,9 +24,6 @@ class GiGPO(AdvantageEstimator):
     turn_coef: float = 1.0  # weight of the comparison of turns
 
     compares_turns = True
-
-    def __post_init__(self) -> None:
-        require(self, gamma=">= 0 and <= 1", turn_coef=">= 0")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         totals = rewards.totals()

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums, is_first
 from mtgrpo.algorithms import Algorithm, Tensor
-from mtgrpo.errors import require
 
 
 @dataclass
-class ReturnToGo(AdvantageEstimator):
+class ReturnToGo(AdvantageEstimator, gamma=">= 0 and <= 1"):
     """The discounted sum of the rewards from a turn, or token, on.
 
     G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
@@ -24,9 +23,6 @@ class ReturnToGo(AdvantageEstimator):
 
     gamma: float = 1.0  # discount per step
     level: Level = Level.turn  # token: REINFORCE++ with a KL penalty in the reward
-
-    def __post_init__(self) -> None:
-        require(self, gamma=">= 0 and <= 1")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         trajectory, per_step = rewards.steps(self.level)

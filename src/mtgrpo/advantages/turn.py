@@ -8,11 +8,11 @@ from typing import Any
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.advantages.rewards import Rewards, discounted_sums
 from mtgrpo.algorithms import Algorithm, Tensor
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
 
 
 @dataclass
-class ByTurn(AdvantageEstimator):
+class ByTurn(AdvantageEstimator, turn_coef=">= 0"):
     """MT-GRPO (Zeng et al., arXiv:2505.11821), for any number of turns, and where the policy decides how many.
 
     A_k = (R + turn_coef G_k - centre_k) / scale,    G_k = the sum of r from turn k to the last
@@ -36,9 +36,6 @@ class ByTurn(AdvantageEstimator):
     unbiased: bool = True  # false: as in the paper, where every conversation has the same number of turns
 
     compares_turns = True
-
-    def __post_init__(self) -> None:
-        require(self, turn_coef=">= 0")
 
     def check(self, experiment: Any) -> None:
         super().check(experiment)

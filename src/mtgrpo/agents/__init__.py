@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from mtgrpo.endpoint import Address as Address
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part, Reach, RunContext, Where, extension
 from mtgrpo.runtime import processes
 from mtgrpo.types import Task, Trajectory
@@ -54,7 +54,7 @@ def outcome_of(given: Any) -> Outcome:
 
 
 @dataclass
-class Agent(Part, ABC):
+class Agent(Part, ABC, max_requests=">= 1", timeout_s=">= 0 (0 = none)"):
     """Base of all agents."""
 
     active: ClassVar[bool] = True  # whether it takes the place of the environment
@@ -69,7 +69,7 @@ class Agent(Part, ABC):
     strict: bool = False  # fields that have no effect, such as temperature, are refused; false: counted
 
     def __post_init__(self) -> None:
-        require(self, max_requests=">= 1", timeout_s=">= 0 (0 = none)")
+        super().__post_init__()
         self.trains()
 
     def trains(self) -> Callable[[Trajectory], Sequence[bool]]:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import File, Folder, Program, RunContext
 from mtgrpo.types import Task
 
 
 @dataclass
-class Command(Agent):
+class Command(Agent, keep_output=">= 0"):
     """A command, started anew for each conversation in a folder of its own.
 
     It finds the policy by the variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. In
@@ -40,7 +40,6 @@ class Command(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, keep_output=">= 0")
         if not self.argv:
             raise ConfigError(
                 "`argv` is empty: give the command and its arguments, such as 'agent.argv=[mini,-t,\"{prompt}\"]'"

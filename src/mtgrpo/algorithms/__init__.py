@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mtgrpo.algorithms.average import Average
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import Bounded, ConfigError, refuse_without_effect
 from mtgrpo.types import Status, Trajectory
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Baseline:
 
 
 @dataclass
-class Algorithm(ABC):
+class Algorithm(Bounded, ABC, top_entropy="> 0 and <= 1", entropy_coef=">= 0", average_length=">= 0"):
     """Base of all algorithms."""
 
     constant_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
@@ -78,7 +78,7 @@ class Algorithm(ABC):
     top_entropy: float = 1.0  # the share of tokens, those of highest entropy, that are trained (arXiv:2506.01939)
 
     def __post_init__(self) -> None:
-        require(self, top_entropy="> 0 and <= 1", entropy_coef=">= 0", average_length=">= 0")
+        super().__post_init__()
         if self.average is not Average.constant:
             refuse_without_effect(self, ("average_length",), "set `average=constant`, whose divisor it is")
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
-from mtgrpo.errors import require
 
 
 @dataclass
-class CISPO(GroupRelative):
+class CISPO(GroupRelative, clip_low="> 0 and <= 1", clip_high="> 0"):
     """CISPO (MiniMax-M1, arXiv:2506.13585): every token keeps its gradient.
 
     L_t = -sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A log pi(token)
@@ -20,10 +19,6 @@ class CISPO(GroupRelative):
 
     clip_low: float = 1.0  # 1 = no lower bound, as in the paper
     clip_high: float = 4.0  # the weight of a token is at most 1 + clip_high
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, clip_low="> 0 and <= 1", clip_high="> 0")
 
     def loss(self, tokens: Tokens) -> PerToken:
         """REINFORCE with clipped weights; tokens marked as `clipped` keep their gradient."""

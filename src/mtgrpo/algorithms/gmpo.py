@@ -8,11 +8,10 @@ from typing import ClassVar
 from mtgrpo.algorithms import PerToken, Tensor, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
-from mtgrpo.errors import require
 
 
 @dataclass
-class GMPO(GroupRelative):
+class GMPO(GroupRelative, clip_low="> 0", clip_high="> 0"):
     """GMPO (arXiv:2507.20673).
 
     c_t = sign(A) min(sign(A) log rho_t, sign(A) clip(log rho_t, -clip_low, clip_high))
@@ -26,10 +25,6 @@ class GMPO(GroupRelative):
     average: Average = Average.trajectory_mean
     clip_low: float = 0.4  # the logarithm of the ratio is clipped to [-clip_low, clip_high]
     clip_high: float = 0.4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, clip_low="> 0", clip_high="> 0")
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         sign = advantage.sign()

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.algorithms import Algorithm, Baseline, PerToken, Tensor, Tokens
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) is 5e8. In fp32 exp(89) is infinite, and infinity times a gradient of 0 is NaN
 
 
 @dataclass
-class GroupRelative(Algorithm):
+class GroupRelative(Algorithm, epsilon="> 0"):
     """The baseline of a group: advantage_i = (R_i - mean(R)) / (std(R) + epsilon).
 
     std is the unbiased one (n - 1). A group of one has advantage 0, and so has one of equal returns, exactly.
@@ -30,10 +30,6 @@ class GroupRelative(Algorithm):
 
     divide_by_std: bool = True  # of the returns of the group
     epsilon: float = 1e-6  # added to the standard deviation
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, epsilon="> 0")
 
     @property
     def scales_by_std(self) -> bool:
@@ -70,7 +66,7 @@ def is_clamped(log_ratio: Tensor) -> Tensor:
 
 
 @dataclass
-class ClippedSurrogate(Algorithm):
+class ClippedSurrogate(Algorithm, clip_low="> 0 and <= 1", clip_high="> 0"):
     """L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A); for A < 0 at most -dual_clip A.
 
     rho_t = pi(token) / pi_old(token). The bound for A < 0 is the dual clip of arXiv:1912.09729.
@@ -82,7 +78,6 @@ class ClippedSurrogate(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, clip_low="> 0 and <= 1", clip_high="> 0")
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError(f"`dual_clip` must be 0 (off) or above 1 + `clip_high`, got {self.dual_clip}")
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from mtgrpo.algorithms import Baseline, Tensor
 from mtgrpo.algorithms.grpo import ClippedSurrogate, group_mean
 from mtgrpo.algorithms.reinforce_pp import whiten
-from mtgrpo.errors import require
 
 
 @dataclass
-class PPO(ClippedSurrogate):
+class PPO(ClippedSurrogate, value_coef="> 0", value_clip=">= 0"):
     """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: advantage=gae, model.value_head=true.
 
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
@@ -27,10 +26,6 @@ class PPO(ClippedSurrogate):
     value_clip: float = 0.2  # clip range of a value around its old one; 0 = no clip
     group_baseline: bool = False  # rewards relative to the mean of the group, as GRPO's
     whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, value_coef="> 0", value_clip=">= 0")
 
     @property
     def compares_siblings(self) -> bool:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
-from mtgrpo.errors import require
 
 
 @dataclass
-class SAPO(GroupRelative):
+class SAPO(GroupRelative, tau_positive="> 0", tau_negative="> 0"):
     """SAPO (arXiv:2511.20347).
 
     L_t = -A (4 / tau) sigmoid(tau (rho_t - 1)),   tau = tau_positive where A > 0, else tau_negative
@@ -22,10 +21,6 @@ class SAPO(GroupRelative):
     average: Average = Average.trajectory_mean
     tau_positive: float = 1.0  # how quickly the gate closes where the advantage is positive
     tau_negative: float = 1.05  # and where it is negative
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, tau_positive="> 0", tau_negative="> 0")
 
     def loss(self, tokens: Tokens) -> PerToken:
         import torch  # noqa: PLC0415  settings alone import no library

@@ -98,12 +98,7 @@ class Packing:
 
 
 def pack(
-    batch: Batch,
-    entries: Tensor,
-    token_budget: int,
-    cost: Cost,
-    layout: Layout = Layout.forest,
-    ranks: int = 1,
+    batch: Batch, entries: Tensor, token_budget: int, cost: Cost, layout: Layout = Layout.forest, ranks: int = 1
 ) -> list[Packing]:
     """Cover `entries` [n] int64 with micro-batches of at most `token_budget` tokens, each entry read exactly once.
 

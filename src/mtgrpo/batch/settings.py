@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Bounded
 
 DEFAULT_BUDGET = 16_384
 
 
 @dataclass
-class BatchSettings:
+class BatchSettings(Bounded, token_budget=">= 1"):
     """How much is computed at once."""
 
     token_budget: int | None = None  # tokens computed at once; null: what a GPU's memory holds, 16,384 on a CPU
@@ -24,10 +24,6 @@ class BatchSettings:
     def context(self) -> int:
         """Tokens of the longest context where no other length is asked for: not more where memory holds more."""
         return self.tokens
-
-    def __post_init__(self) -> None:
-        if self.token_budget is not None and self.token_budget < 1:
-            raise ConfigError(f"`token_budget` must be >= 1, got {self.token_budget}")
 
 
 class PlannedBatch(BatchSettings):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.runtime.processes import supervise
+from mtgrpo.runtime.processes import start_logged
 
 GRACE_S = 3.0  # for a program to end by itself
 PACKAGE = Path(__file__).parent.parent
@@ -86,14 +86,9 @@ class Keeper:
         environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE.parent), environment.get("PYTHONPATH"))))
         environment.setdefault("GLOO_SOCKET_IFNAME", _interface(self._address))
-        command = [sys.executable, "-m", *words, *(str(one.fileno()) for one in inside)]
-        command = supervise(command, environment, grace_s=GRACE_S)
-        with Path(log).open("ab") as output:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            passed = [one.fileno() for one in inside]
-            self._process = process = subprocess.Popen(
-                command, env=environment, pass_fds=passed, start_new_session=True, **streams
-            )
+        passed = [one.fileno() for one in inside]
+        command = [sys.executable, "-m", *words, *map(str, passed)]
+        self._process = process = start_logged(command, environment, Path(log), passed, GRACE_S)
         for one in inside:
             one.close()
         return process.wait()

@@ -20,7 +20,7 @@ from typing import Any
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parallel.launch import DOOR
-from mtgrpo.runtime.processes import supervise
+from mtgrpo.runtime.processes import start_logged
 from mtgrpo.runtime.resources import openmp_settings, threads_each
 
 OF_LAUNCHERS = r"((GROUP_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_RANK|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
@@ -52,13 +52,8 @@ class Processes:
             inherited = [theirs.fileno() for _, theirs in pairs] if rank == 0 else []
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(device)}
             command = [sys.executable, "-m", "mtgrpo.cluster.rank", str(folder), *map(str, inherited)]
-            command = supervise(command, environment, grace_s=GRACE_S)
-            with (folder / f"rank_{rank}.log").open("ab") as log:
-                streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                process = subprocess.Popen(
-                    command, env=environment, pass_fds=inherited, start_new_session=True, **streams
-                )
-            self.started.append(process)
+            log = folder / f"rank_{rank}.log"
+            self.started.append(start_logged(command, environment, log, inherited, GRACE_S))
         for _, theirs in pairs:
             theirs.close()
 

@@ -15,9 +15,10 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -171,47 +172,42 @@ def _connected(address: Any, key: bytes) -> socket.socket:
         return socket.socket(fileno=os.dup(connection.fileno()))
 
 
+@dataclass(eq=False)
 class RayServer(ServerProcess):
     """A server that Ray has placed, anew after each loss."""
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        words: Sequence[str],
-        variables: Mapping[str, str],
-        devices: int,
-        log: Path,
-        late: bool,
-    ) -> None:
-        """late: there is no room for it yet."""
-        self._cluster, self._words, self._variables = cluster, words, variables
-        self._devices, self._log, self._late, self._node = devices, log, late, ""
-        self._keeper: Any = None
-        self._code: Any = None
-        self._begun = False  # whether it was placed, or was to be, before
+    cluster: RayCluster
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    devices: int
+    log: Path
+    late: bool  # there is no room for it yet
+    _node = ""
+    _keeper = _code = cast("Any", None)
+    _begun = False  # whether it was placed, or was to be, before
 
     async def start(self) -> str:
         """See `ServerProcess.start`. From the second time on it waits for room as long as it takes."""
         await self.stop()
         begun, self._begun = self._begun, True
-        if self._late and not begun:
+        if self.late and not begun:
             raise LostError("there is no room for it yet; it joins where a machine does")
-        self._keeper = keeper = self._cluster.keeper(self._devices, "SPREAD")
+        self._keeper = keeper = self.cluster.keeper(self.devices, "SPREAD")
         try:
             if begun:
-                facts = (await keeper.facts.remote(str(self._log.parent))).checked(self._log.parent)
+                facts = (await keeper.facts.remote(str(self.log.parent))).checked(self.log.parent)
             else:
-                (facts,) = await asyncio.to_thread(self._cluster.placed, [keeper], "one to sample")
+                (facts,) = await asyncio.to_thread(self.cluster.placed, [keeper], "one to sample")
             port = await keeper.port.remote()
         except RayActorError as error:
             raise LostError(f"its machine was lost: {_line(error)}") from error
         self._node = facts.node
-        words = ["mtgrpo", "launch", *self._words, "--host", facts.address, "--port", str(port)]
-        self._code = keeper.run.remote(words, self._variables, str(self._log))
+        words = ["mtgrpo", "launch", *self.words, "--host", facts.address, "--port", str(port)]
+        self._code = keeper.run.remote(words, self.variables, str(self.log))
         return f"http://{facts.address}:{port}"
 
     def is_leaving(self) -> bool:
-        return self._node in self._cluster.draining()
+        return self._node in self.cluster.draining()
 
     @property
     def ended(self) -> str:
@@ -221,7 +217,7 @@ class RayServer(ServerProcess):
             code = ray.get(self._code)
         except RayError as error:
             raise LostError(f"its machine was lost: {_line(error)}") from error
-        return f"it ended with exit code {code}; the end of {self._log}:\n{read_end(self._log, 2000)}"
+        return f"it ended with exit code {code}; the end of {self.log}:\n{read_end(self.log, 2000)}"
 
     async def stop(self) -> None:
         keeper, self._keeper, self._code = self._keeper, None, None

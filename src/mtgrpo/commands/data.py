@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mtgrpo.runtime.hub import refuse_unloadable
 from mtgrpo.runtime.text import printable, shorten
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.tasks.jsonl import Jsonl, RowFaults
+from mtgrpo.tasks.jsonl import Jsonl, RowFaults, each_tried
 from mtgrpo.tasks.parquet import Parquet, write_parquet
 from mtgrpo.tasks.published import Published, data_folder
 from mtgrpo.tasks.rows import Columns, Rows, cell
@@ -115,7 +115,8 @@ def _check(args: argparse.Namespace) -> int:
         source = Conversations(columns=columns)
     show = _shown_by(args.model)
     faults, shown = RowFaults(rows, columns.answer), 0
-    for number, row in enumerate(_passages(rows) if kind == _PASSAGES else source.tried(rows)):
+    passages = each_tried(rows, lambda number, row: passage_from(row, rows.where(number)))
+    for number, row in enumerate(passages if kind == _PASSAGES else source.tried(rows)):
         if faults.add(number, row) and not isinstance(row, ConfigError) and shown < args.rows:
             shown += 1
             print(f"--- {rows.where(number)}\n{show(row)}")
@@ -144,14 +145,6 @@ def _kind(rows: Rows, columns: Columns) -> str:
             return _CONVERSATIONS if isinstance(last, Mapping) and last.get("role") == "assistant" else _TASKS
         return _PASSAGES if "text" in row else _TASKS
     return _TASKS
-
-
-def _passages(rows: Rows) -> Iterator[Passage | ConfigError]:
-    for number, read in enumerate(rows.readings()):
-        try:
-            yield passage_from(read(), rows.where(number))
-        except ConfigError as error:
-            yield error
 
 
 def _shown_by(model: str) -> Callable[[Task | Passage], str]:

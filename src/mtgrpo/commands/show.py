@@ -117,8 +117,7 @@ def _lines(row: Json) -> Iterator[Text]:
     if parts := row.get("components"):
         yield Text("  " + ", ".join(f"{name} {number(value)}" for name, value in parts.items()), "dim")
     messages, turns = row.get("messages", []), row.get("turns", [])
-    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
-    numbers = {place: turn for turn, place in enumerate(by_policy)} if turns else {}
+    numbers = {place: turn for turn, place in enumerate(reading.places_of_turns(row))}
     paid = row.get("turn_rewards", [])
     for place, message in enumerate(messages):
         text, turn = _said(message), numbers.get(place)

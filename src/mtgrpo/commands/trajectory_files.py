@@ -13,7 +13,8 @@ from typing import Any
 from mtgrpo import __version__
 from mtgrpo.commands.inspect_log import inspect_log
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import RunRecord, conversations, find_runs, read_runs, step_of
+from mtgrpo.messages import filled
+from mtgrpo.record.reading import RunRecord, conversations, find_runs, places_of_turns, read_runs, step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import TokenRecord, read_tokens
 from mtgrpo.runtime.files import put_whole, strict_json
@@ -51,8 +52,7 @@ def write_conversations(place: Path, step: int | None, form: str, out: Path, dry
 def trajectory(run: RunRecord, name: str, line: int, row: Json, record: TokenRecord | None) -> Json:
     """A conversation, the one on `line` of the file `name`, as the format has it."""
     messages, turns = row.get("messages", []), row.get("turns", [])
-    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
-    number = {place: turn for turn, place in enumerate(by_policy)} if turns else {}
+    number = {place: turn for turn, place in enumerate(places_of_turns(row))}
     recorded = (record.turns(line) if record is not None else None) or range(0)
     steps: list[Json] = []
     for place, message in enumerate(messages):
@@ -90,13 +90,8 @@ def _said(message: Json, step: int) -> Json:
         {"tool_call_id": f"call_{step}_{place}", "function_name": str(call.get("name")), "arguments": _object(call)}
         for place, call in enumerate(message.get("tool_calls", []))
     ]
-    reasoning = message.get("reasoning")
-    error = {"extra": {"unreadable": message["error"]}} if message.get("error") else {}
-    return {
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        **({"tool_calls": calls} if calls else {}),
-        **error,
-    }
+    extra = filled(unreadable=message.get("error"))
+    return filled(reasoning_content=message.get("reasoning"), tool_calls=calls, extra=extra)
 
 
 def _object(call: Json) -> Any:

@@ -18,14 +18,10 @@ from mtgrpo.viewer.server import serve, write_out
 def main(arguments: Sequence[str]) -> int:
     """Serve the page until Ctrl-C, or write it as files. Raises ConfigError."""
     parser = Arguments("mtgrpo view", description=__doc__)
-    parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="folders of runs or sweeps; default: the newest"
-    )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs or sweeps (the newest)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the page as files, for any web server")
     parser.add_argument("--host", default="127.0.0.1", help="another address of this machine, which asks for a secret")
-    parser.add_argument(
-        "--at", default="", metavar="PLACE", help="of the first run, as notes and `mtgrpo show` name it"
-    )
+    parser.add_argument("--at", default="", metavar="PLACE", help="of the first run, as notes and `mtgrpo show` say")
     parser.add_argument("--port", type=int, default=0, help="default: the first free one from 8765")
     args = parser.parse_args(arguments)
     runs = Runs(find_runs(args.runs))

@@ -83,15 +83,12 @@ def compose(overrides: Sequence[Override], run: Path | None = None, folders: Seq
     folders: the user's own configurations. Raises ConfigError for whatever is wrong with it.
     """
     loader = ExperimentLoader(folders, run=run)
-    config = loader.load_configuration("base", [str(o.input_line) for o in overrides], RunMode.RUN)
-    return composed_from(config)
+    loader.load_configuration("base", [str(o.input_line) for o in overrides], RunMode.RUN)
+    return loader.composed
 
 
 def preset(recipe: str, *words: str) -> Experiment:
-    """The experiment of a recipe, with further settings as on the command line: `preset("calculator", "seed=1")`.
-
-    Raises ConfigError.
-    """
+    """The experiment of a recipe with settings as typed: `preset("calculator", "seed=1")`. Raises ConfigError."""
     return compose(parse([f"recipe={recipe}", *map(str, words)])).experiment
 
 
@@ -111,6 +108,8 @@ def composed_from(config: DictConfig) -> Configured:
 
 class ExperimentLoader(ConfigLoader):
     """Loads experiments for Hydra, by its own loader: recipes, classes of the user's own, checks and messages."""
+
+    composed: Configured  # what the last configuration came to
 
     def __init__(
         self,
@@ -159,7 +158,8 @@ class ExperimentLoader(ConfigLoader):
         try:
             ConfigStore.instance().store("chosen", _typed(settled), "recipe", "_global_")
             config = self._inner.load_configuration(config_name, self._lines, run_mode, from_shell)
-            composed_from(config)
+            choices = {key: settled.choices[key] for key in (*groups(), "recipe")}
+            self.composed = dataclasses.replace(composed_from(config), choices=choices)
         except ConfigError as error:
             source = settled.sources.get(key := re.split(r"[ =:]", str(error), maxsplit=1)[0], "")
             if not source or f"{key}=" in source:

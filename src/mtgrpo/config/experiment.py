@@ -19,7 +19,7 @@ from mtgrpo.chat import ChatSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import Bounded, ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.cluster import Cluster
@@ -44,7 +44,7 @@ Form = Enum("Form", {"trajectories": "trajectories", "messages": "messages"})
 
 
 @dataclass
-class TrainerSettings(Updates):
+class TrainerSettings(Updates, steps=">= 0", epochs=">= 0", total_turns=">= 0", wall_time_s=">= 0", idle_steps=">= 0"):
     """How long the run is. It ends at the first limit that is reached, and says which; 0 = no such limit."""
 
     steps: int = 100  # rollout batches
@@ -58,20 +58,16 @@ class TrainerSettings(Updates):
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
             raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
-        require(self, steps=">= 0", epochs=">= 0", total_turns=">= 0", wall_time_s=">= 0", idle_steps=">= 0")
 
 
 @dataclass
-class WarmStart:
+class WarmStart(Bounded, steps=">= 0 (0 = none)", batch_size=">= 1"):
     """Supervised steps on the task's demonstrations, before reinforcement learning. steps 0 = none."""
 
     steps: int = 0
     batch_size: int = 32  # demonstrations per step
     demonstrations: File = ""  # a file or folder of JSON Lines of messages; by default the task's own demonstrations
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-
-    def __post_init__(self) -> None:
-        require(self, steps=">= 0 (0 = none)", batch_size=">= 1")
 
 
 @dataclass
@@ -117,16 +113,14 @@ class Collection:
 
 
 @dataclass
-class CheckpointSettings:
+class CheckpointSettings(
+    Bounded, every_steps=">= 0 (0 = only where a stage or the run ends)", keep_last=">= 0 (0 = all)", keep_best=">= 0"
+):
     """When the run is saved and how many checkpoints stay."""
 
     every_steps: int = 10  # of either stage: what a crash costs at most; 0 = only where a stage or the run ends
     keep_last: int = 3  # and step 0, which a warm start ends with; 0 = all
     keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
-
-    def __post_init__(self) -> None:
-        require(self, every_steps=">= 0 (0 = only where a stage or the run ends)")
-        require(self, keep_last=">= 0 (0 = all)", keep_best=">= 0")
 
 
 @dataclass
@@ -237,6 +231,8 @@ class Experiment:
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
         if self.sft.demonstrations and not self.sft.steps:
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
+        if self.agent.active and not self.sft.steps and self.environment.without_tools():
+            notes.append("environment.tools has no effect: an agent has tools of its own; set environment.tools=[]")
         return [note for note in notes if note]
 
     @property
@@ -259,9 +255,7 @@ class Experiment:
     def _check_policies(self) -> None:
         moving = self.reference.update_every or self.reference.ema
         if moving and not self.kl.coef:
-            raise ConfigError(
-                "reference.update_every and reference.ema move the reference of a KL penalty: set kl.coef"
-            )
+            raise ConfigError("reference.update_every and reference.ema move a KL penalty's reference: set kl.coef")
         if (count := self.devices.reference.count) and not self.kl.coef:
             raise ConfigError(
                 f"devices.reference asks for {count} devices for the reference of a KL penalty: set kl.coef"
@@ -320,7 +314,7 @@ class Experiment:
 
     def check_warm_start(self) -> None:
         """Raise ConfigError where a warm start is asked for and there are no demonstrations."""
-        if self.sft.steps and type(self.demonstrated).demonstration is TaskSource.demonstration:
+        if self.sft.steps and not self.demonstrated.demonstrates:
             raise ConfigError(
                 f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
                 "sft.steps=0, or sft.demonstrations=FILE, or write `demonstration` in a task source of your own "

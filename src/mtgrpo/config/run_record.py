@@ -79,9 +79,7 @@ def checkpoint_folder(given: str) -> Path:
     if saved := sorted((path / "checkpoints").glob("step_*")):
         raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={saved[-1]}")
     if (path / ".hydra" / "config.yaml").is_file():
-        raise ConfigError(
-            f"checkpoint={given} is a run that has no checkpoint left; with resume=true it makes them anew"
-        )
+        raise ConfigError(f"checkpoint={given} is a run without a checkpoint; with resume=true it makes them anew")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "

@@ -43,9 +43,7 @@ def combinations(space: Space) -> Iterator[list[str]]:
     lists: list[list[str]] = []
     for key, values in space.items():
         if isinstance(values, IntervalSweep):
-            raise ConfigError(
-                f"{key}=interval(...) is for hydra/sweeper=optuna; without it give a list, or range(1,9,2)"
-            )
+            raise ConfigError(f"{key}=interval(...) is for hydra/sweeper=optuna; else give a list, or range(1,9,2)")
         lists.append([f"{key}={value}" for value in values])
     yield from map(list, itertools.product(*lists))
 

@@ -108,12 +108,7 @@ class _Walk:
         yield from self._section(Experiment, {**dict.fromkeys(classes), **values}, "", classes)
 
     def _section(
-        self,
-        cls: type,
-        values: Any,
-        path: str,
-        classes: Mapping[str, type] | None = None,
-        also: Sequence[str] = (),
+        self, cls: type, values: Any, path: str, classes: Mapping[str, type] | None = None, also: Sequence[str] = ()
     ) -> Iterator[str]:
         """The settings of a dataclass, and what it reaches by being chosen.
 
@@ -137,7 +132,7 @@ class _Walk:
                 yield from self._setting(hints[name], inner, f"{path}{name}", _default(fields[name]))
 
     def _setting(self, hint: Any, value: Any, path: str, default: Any) -> Iterator[str]:
-        section, refers = dataclasses.is_dataclass(hint), any(_REFERS in text for text in _texts(value))
+        section, refers = dataclasses.is_dataclass(hint), any(_REFERS in str(each) for each in scalars(value))
         typed = self._given.get(path)
         if path in self._given and not (typed is None and refers):  # what is not typed may still be shown
             if not section or not isinstance(typed, dict):
@@ -152,7 +147,7 @@ class _Walk:
                 if isinstance(mark, Parts):
                     yield from self._parts(mark.kind, value, path)
                 elif isinstance(mark, Where):
-                    if any(re.match(mark.begins, text) for text in _texts(value)):
+                    if any(re.match(mark.begins, str(each)) for each in scalars(value)):
                         yield _said(path, mark.reach.value, value)
                 elif mark is not Reach.nothing:
                     yield _said(path, mark.value, value)
@@ -190,14 +185,14 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return made.name if isinstance(made, Enum) else made
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every scalar in nested values as a text, keys too."""
+def scalars(value: Any) -> Iterator[Any]:
+    """All that is in nested values, keys too."""
     if isinstance(value, dict | list):
         held = cast("dict[Any, Any] | list[Any]", value)
         for each in (*held, *held.values()) if isinstance(held, dict) else held:
-            yield from _texts(each)
+            yield from scalars(each)
     else:
-        yield str(value)
+        yield value
 
 
 # --- whose run it is

@@ -21,9 +21,7 @@ class Responses(Dialect):
 
     def read_messages(self, body: Body, reader: MessageReader) -> None:
         if body.get("previous_response_id") or body.get("conversation"):
-            raise RefusedError(
-                "invalid", "nothing is stored here: leave previous_response_id out, send the whole input"
-            )
+            raise RefusedError("invalid", "nothing is stored: leave previous_response_id out, send the whole input")
         if instructions := text_of(body.get("instructions"), "instructions"):
             reader.add("system", instructions)
         sent = body.get("input")

@@ -164,9 +164,7 @@ class AgentSession:
         turn = self._turns[reply_id] if reply_id else None
         paid = turn.paid if turn else self.trajectory.given or 0.0
         if not (abs(amount) <= most and abs(paid + amount) <= most):  # NaN too
-            raise RefusedError(
-                "invalid", f"reward={amount!s:.40}: what is paid must stay within {-most:g} and {most:g}"
-            )
+            raise RefusedError("invalid", f"reward={amount!s:.40}: what is paid must be within {-most:g} and {most:g}")
         if turn:
             turn.paid = paid + amount
         else:

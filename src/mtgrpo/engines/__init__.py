@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtgrpo.errors import EngineError
+from mtgrpo.errors import Bounded, EngineError
 from mtgrpo.parts import Reach
 from mtgrpo.types import Completion, Sample, Sampling, WeightPush
 
@@ -60,12 +60,16 @@ class RunningEngine(ABC):
         """`longest_context`: tokens of a context, output included."""
         self.version = 0  # weight updates that the behaviour policy has seen, as `load_weights` last got it
         self.notes: list[str] = []  # for the user, not shown yet
-        self.sync_s = 0.0  # seconds spent on taking over new weights, in all
-        self.waited_s = 0.0  # seconds in which all conversations waited for the tools of some, in all
+        self.sync_s = self.waited_s = 0.0  # see `take_seconds`
         self.pushes: deque[WeightPush] = deque(maxlen=256)  # the last times that it took over new weights
         self.metrics: dict[str, float] = {}  # of the engine itself, as they are now
         self._longest = longest_context
         self._recent: Sequence[int] = ()  # the context that was last requested
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Of taking over new weights; in which all conversations waited for the tools of some. Since the last time."""
+        seconds, self.sync_s, self.waited_s = (self.sync_s, self.waited_s), 0.0, 0.0
+        return seconds
 
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """See `mtgrpo.types.Attend`; of engines whose settings say that they measure attention."""
@@ -162,7 +166,7 @@ class Demand:
 
 
 @dataclass
-class Engine(ABC):
+class Engine(Bounded, ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for

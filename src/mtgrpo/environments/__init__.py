@@ -71,7 +71,7 @@ def _check_messages(messages: Any) -> None:
 
 
 @dataclass
-class Environment(Part, ABC):
+class Environment(Part, ABC, max_turns=">= 1", max_tool_tokens=">= 1", end_at_confidence=">= 0 and < 1 (0 = off)"):
     """Base of all environments."""
 
     pays_turns = False  # whether its replies have rewards, which advantage=turn asks for
@@ -83,7 +83,7 @@ class Environment(Part, ABC):
     answer_pattern: Pattern = "####|boxed"  # regular expression; a message in which it is found gives an answer
 
     def __post_init__(self) -> None:
-        require(self, max_turns=">= 1", max_tool_tokens=">= 1", end_at_confidence=">= 0 and < 1 (0 = off)")
+        super().__post_init__()
         require(self, max_context_length=">= 0 (0 = what model and batch.token_budget allow)")
         try:
             re.compile(self.answer_pattern)

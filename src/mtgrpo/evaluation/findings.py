@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
 TRAINED = "train/success"  # in the summary: of training tasks, the mean over the last steps, the newest weighing most
 _HARDLY = 0.05  # a change of success that is not worth a word
+_TWO_ERRORS = 1.4  # standard errors of a difference of shares at worst, over the root of their outcomes: 2 sqrt(2) .5
 _SEVERAL = 5  # steps: before, training success is of a few tasks alone
 _FAR = 0.2  # training success above held-out success: what was learned is of the training tasks
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
@@ -112,26 +114,41 @@ def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Compar
 
 
 def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> str:
-    """Held-out success before and after training with `lr`, and whether `samples` tries at a task found it before."""
+    """Held-out success before and after training with `lr`, and whether `samples` tries at a task found it before.
+
+    A share of n outcomes has a standard error of at most .5 / sqrt(n), and the difference of two, as both are of the
+    same tasks, one of at most .7 / sqrt(n). A change below two of these, 1.4 / sqrt(n), is one that chance gives, and
+    nothing is made of it. n is tasks times samples for sampled success, tasks for greedy success and pass@k.
+    """
+    tasks = int(summary["eval/tasks"])
+    few = f"{tasks} held-out task{'s' * (tasks > 1)}"
     best = f"pass@{samples}"
     names = {"greedy": "greedy", "sampled": "success", **({best: best} if samples > 1 else {})}
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
     line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
     gains = {label: after - before for label, (before, after) in found.items()}
     rose = f"sampled {gains['sampled']:+.3f}, {best} {gains.get(best, 0.0):+.3f}"
-    if gains["sampled"] < _HARDLY:
-        verdict = "\nonly greedy answers gained" if gains["greedy"] >= _HARDLY else "\nno gain worth a word"
+    chance = {label: _TWO_ERRORS / math.sqrt(tasks * (samples if label == "sampled" else 1)) for label in gains}
+    least = {label: max(_HARDLY, errors) for label, errors in chance.items()}
+    if gains["sampled"] < least["sampled"] and gains["greedy"] >= least["greedy"]:
+        verdict = "\nonly greedy answers gained"
+    elif max(gains["sampled"], gains["greedy"]) < _HARDLY:
+        verdict = "\nno gain worth a word"
+    elif gains["sampled"] < least["sampled"]:
+        verdict = f"\nno more than chance gives with {few}"
     elif samples == 1:
         verdict = ""
     elif gains[best] < gains["sampled"] / 2:
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"
+    elif gains[best] < chance[best]:
+        verdict = f"\nsuccess rose; {few} cannot tell whether {samples} tries found it before ({rose})"
     else:
         verdict = f"\nlearned what {samples} tries did not find before ({rose})"
-    if fell := [f"{label} {gain:+.3f}" for label, gain in gains.items() if gain < -_HARDLY]:
+    if fell := [f"{label} {gain:+.3f}" for label, gain in gains.items() if gain < -least[label]]:
         cure = f"try optimizer.lr={lr / 3:.1g} (a third) or more rollout.prompts_per_step"
         verdict += f"\nworse than before training: {', '.join(fell)} (`mtgrpo show --failures`); {cure}"
     trained = summary.get(TRAINED, 0.0)
-    if (above := trained - found["sampled"][1]) > _FAR and summary["train/steps"] >= _SEVERAL:
+    if (above := trained - found["sampled"][1]) > max(_FAR, chance["greedy"]) and summary["train/steps"] >= _SEVERAL:
         verdict += (
             f"\nmemorised, at least in part: training success is {trained:.3f}, {above:.3f} above held-out success; "
             "more training tasks or fewer steps (eval.stop), or these were easier from the start"
@@ -154,10 +171,7 @@ def _tools(trajectory: Trajectory) -> str:
 
 
 def _break_down(
-    by_task: Sequence[Sequence[Trajectory]],
-    success_at: float,
-    way: Callable[[Trajectory], str],
-    interval: Interval,
+    by_task: Sequence[Sequence[Trajectory]], success_at: float, way: Callable[[Trajectory], str], interval: Interval
 ) -> dict[str, Estimate]:
     """Success by what `way` says of a trajectory; the largest parts, in the order of their names."""
     parts: dict[str, list[list[float]]] = defaultdict(list)

@@ -27,9 +27,7 @@ class TriviaQA(Published):
     place = "triviaqa"
     splits = ("train", "validation")
     on_hub = ("mandarjoshi/trivia_qa", "rc.nocontext")
-    layout = (
-        "TriviaQA rows have question, question_id and an answer with value and lists of aliases and normalized_aliases"
-    )
+    layout = "TriviaQA rows have question, question_id and an answer with value, aliases and normalized_aliases"
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
         answer = text(row["answer"], "value")

@@ -8,14 +8,14 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import distribution, distributions
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import mtgrpo
 from mtgrpo.config.compose import Configured
-from mtgrpo.config.trust import declared
+from mtgrpo.config.trust import declared, scalars
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Parts, Reach, Where
 
@@ -87,7 +87,7 @@ def _paths(composed: Configured, words: Sequence[str], more: Sequence[str]) -> I
             for name in re.findall(r"[^\[\],=\s\"']+\.yaml", word.removeprefix("recipe=")):
                 yield from _recipes(Path(name))
     for group, choice in composed.choices.items():
-        for name in _leaves(choice):
+        for name in map(str, scalars(choice)):
             if ".py:" in name:
                 yield group, f"{name.partition('.py:')[0]}.py"
     yield from _named(composed.experiment, "")
@@ -111,21 +111,10 @@ def _named(settings: Any, place: str) -> Iterator[tuple[str, str]]:
             continue
         marks = declared(hints[field.name])
         plain = Reach.file in marks or Reach.folder in marks
-        for text in _leaves(value) if marks and value != field.default and name not in ("resume", "log") else ():
+        given = marks and value != field.default and name not in ("resume", "log")
+        for text in (each for each in scalars(value if given else []) if isinstance(each, str)):
             path, is_code, _ = text.removeprefix("file:").partition(".py:")
             told = is_code or text.startswith("file:") or (plain and Path(path).suffix and not Path(path).is_dir())
             near = plain or any(isinstance(mark, Where | Parts) or mark is Reach.code for mark in marks)
             if told or (near and text and "\n" not in text and len(text) < 256 and Path(path).exists()):
                 yield name, f"{path}.py" if is_code else path
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """The texts in lists and mappings, names of these among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in cast("Mapping[Any, Any]", value).items():
-            yield from (*_leaves(key), *_leaves(inner))
-    elif isinstance(value, list | tuple):
-        for inner in cast("Sequence[Any]", value):
-            yield from _leaves(inner)

@@ -25,9 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="those of mtgrpo train")
     parser.add_argument("--gpus", metavar="all|NUMBER", help="that the container gets, with a torch for them")
     parser.add_argument("--extras", default="", metavar="NAME,...", help="of mtgrpo, such as data,search")
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME", help="a variable it gets; may be repeated"
-    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable it gets; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="check the run and print the commands, start nothing")
     args = parser.parse_intermixed_args(arguments)
     compose(parse(args.words)).experiment.check_training()

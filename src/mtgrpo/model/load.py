@@ -80,9 +80,7 @@ def device_of_process() -> torch.device:
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device())
     if number >= torch.cuda.device_count():
-        raise ConfigError(
-            f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start one process for each"
-        )
+        raise ConfigError(f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start one for each")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # where kernels are launched that are told no device
     return device

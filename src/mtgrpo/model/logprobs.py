@@ -207,9 +207,7 @@ class _Plan:
     precision: Head
     narrow: bool
     tiles: list[_Tile]
-    tile_size: (
-        int  # logits of the largest one: a buffer of so many serves all, for fresh memory is slower than the work
-    )
+    tile_size: int  # logits of the largest one: a buffer of so many serves all, for fresh memory is slower than work
 
     @staticmethod
     def of(

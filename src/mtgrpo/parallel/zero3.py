@@ -52,9 +52,7 @@ class Zero3(Parallel):
         if (dtype := experiment.model.dtype.value) in ("float16", "float64"):
             refused[f"model.dtype={dtype}"] = "is not kept: DeepSpeed steps in float32, and the loss is not scaled"
         for setting, why in refused.items():
-            raise ConfigError(
-                f"{setting} {why} with parallel=zero3: set another, or parallel=fsdp2, which divides alike"
-            )
+            raise ConfigError(f"{setting} {why} with parallel=zero3: set another, or parallel=fsdp2, which divides too")
 
     def settings(self) -> dict[str, Any]:
         """What is taken of the file: all but what mtgrpo says itself. Raises ConfigError where that contradicts."""

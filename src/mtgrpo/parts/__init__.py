@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import Bounded, ConfigError
 
 T = TypeVar("T")
 
@@ -71,18 +71,8 @@ class RunContext:
     step: int = 0  # of training, after which a run that is resumed goes on
 
 
-class Part:
+class Part(Bounded):
     """A part of a run. The object that a configuration makes is settings alone: to make one opens nothing."""
-
-    _bounds: ClassVar[dict[str, str]] = {}
-
-    def __init_subclass__(cls, **bounds: str) -> None:
-        """bounds: of fields, as `require` takes them: `class Length(Reward, cost="> 0")`."""
-        super().__init_subclass__()
-        cls._bounds = cls._bounds | bounds
-
-    def __post_init__(self) -> None:
-        require(self, **self._bounds)
 
     def open(self, context: RunContext) -> AbstractAsyncContextManager[Self]:
         """The running part, opened once for a run and closed at its end, whatever ends it.

@@ -23,9 +23,7 @@ from mtgrpo.policy.settings import Control, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.witness import GroupEvidence, Witness, choose
 
-NOT_REPRODUCIBLE = (
-    "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
-)
+NOT_REPRODUCIBLE = "the forward pass is not reproducible: before a batch's first update its log-probabilities changed"
 _NOTED = ("weight", "last", "entropy", "factor", "clipped", "clamped")  # of each token, for the record of the step
 WORST_MISMATCH = "mismatch/worst_trajectory"
 

@@ -10,7 +10,7 @@ from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.algorithms.correction import Correction, OldPolicy
 from mtgrpo.algorithms.kl import KL, Place
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import Bounded, ConfigError, refuse_without_effect, require
 from mtgrpo.runtime.packages import refuse_without_package
 
 
@@ -80,14 +80,11 @@ class ReferenceSettings:
 
 
 @dataclass
-class Updates:
+class Updates(Bounded, minibatch_trajectories=">= 0", updates_per_batch=">= 1"):
     """How one rollout batch is used."""
 
     minibatch_trajectories: int = 0  # trajectories per optimiser step; 0 = the whole batch in one step
     updates_per_batch: int = 1  # passes over the batch
-
-    def __post_init__(self) -> None:
-        require(self, minibatch_trajectories=">= 0", updates_per_batch=">= 1")
 
 
 class Control(Enum):

@@ -101,15 +101,14 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for place in places or [last_written(*_FILES).parent]:
-        inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_by_number) if place.is_dir() else []
+        found = (path for path in place.glob("*") if _is_run(path)) if place.is_dir() else ()
+        inside = sorted(found, key=lambda path: (count(path.name), path.name))
         if not (_is_run(place) or inside):
             if (place / LOCK).exists():
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
-            raise ConfigError(
-                f"{place} holds no run: neither metrics.jsonl nor summary.json, nor folders that do{newest}"
-            )
+            raise ConfigError(f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest}")
         runs += [place] if _is_run(place) else inside
     return list(dict.fromkeys(path.resolve() for path in runs))
 
@@ -202,6 +201,12 @@ def calls(message: Json) -> list[str]:
     ]
 
 
+def places_of_turns(row: Json) -> list[int]:
+    """Where the messages of a conversation are that are its turns: of the assistant's as many of the last as it has."""
+    said = [place for place, message in enumerate(row.get("messages", ())) if message.get("role") == "assistant"]
+    return said[-len(turns) :] if (turns := row.get("turns")) else []
+
+
 def facts(row: Json) -> str:
     """How a conversation ended, on a line."""
     parts = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
@@ -242,10 +247,6 @@ def _read(folder: Path, name: str) -> RunRecord:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    return (count(path.name), path.name)
 
 
 def _yaml(path: Path) -> Any:

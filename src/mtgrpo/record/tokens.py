@@ -88,7 +88,8 @@ def lay_out(
 
     lines = {id(t): line for line, t in enumerate(t for one in groups for t in one.trajectories)}
     group = {id(t): number for number, one in enumerate(groups) for t in one.trajectories}
-    spread = [max(rewards, default=0.0) - min(rewards, default=0.0) for rewards in map(_rewards, groups)]
+    rewarded = [[trajectory.reward for trajectory in one.valid] for one in groups]
+    spread = [max(rewards, default=0.0) - min(rewards, default=0.0) for rewards in rewarded]
     candidates = sorted({group[id(t)] for t in trained}, key=spread.__getitem__, reverse=True)
     chosen = set(candidates[: most or None])
     inside = [index for index, t in enumerate(trained) if group[id(t)] in chosen]
@@ -123,10 +124,6 @@ def lay_out(
     if "last" in arrays and np.array_equal(arrays["last"], arrays["before"], equal_nan=True):  # of a single update
         del arrays["last"]
     return arrays
-
-
-def _rewards(group: Group) -> list[float]:
-    return [trajectory.reward for trajectory in group.valid]
 
 
 def _flags(

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from mtgrpo.messages import message_to_dict, tool_to_dict
+from mtgrpo.messages import calls_to_dicts, filled, message_to_dict, tool_to_dict
 from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
 from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json, write_whole
 from mtgrpo.types import CallRecord, Group, Message, Trajectory, Turn, WeightPush
@@ -79,8 +79,8 @@ def page_of(file: Path, line: int | None = None) -> str:
 
 def fine_tuning_row(trajectory: Trajectory) -> dict[str, Any]:
     """The conversation in the form that most libraries fine-tune on: `messages`, and the `tools` that were offered."""
-    row: dict[str, Any] = {"messages": [message_to_dict(message) for message in trajectory.messages]}
-    return {**row, "tools": list(map(tool_to_dict, trajectory.tools))} if trajectory.tools else row
+    messages, tools = map(message_to_dict, trajectory.messages), map(tool_to_dict, trajectory.tools)
+    return {"messages": list(messages), **filled(tools=list(tools))}
 
 
 def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[str, Any]:
@@ -94,10 +94,6 @@ def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[
         messages.append(_message(turn.message, sampled[number]))
         messages += [_message(message, added.get(number)) for message in turn.observations]
     names = ("components", "turn_rewards", "outages", "output", "counts", "retried")
-    optional: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
-    optional["untrained"] = [_message(turn.message) for turn in trajectory.untrained]
-    optional["calls"] = [_call(call, zero_s) for call in trajectory.calls]
-    optional["times"] = {} if zero_s is None else _times(trajectory, zero_s)
     return {
         "task": trajectory.task.id,
         "sample": trajectory.sample_index,
@@ -109,7 +105,12 @@ def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[
         "messages": messages,
         "tools": list(map(tool_to_dict, trajectory.tools)),
         "turns": [_turn(turn, zero_s) for turn in trajectory.turns],
-        **{name: value for name, value in optional.items() if value},
+        **filled(
+            **{name: getattr(trajectory, name) for name in names},
+            untrained=[_message(turn.message) for turn in trajectory.untrained],
+            calls=[_call(call, zero_s) for call in trajectory.calls],
+            times={} if zero_s is None else _times(trajectory, zero_s),
+        ),
     }
 
 
@@ -146,11 +147,7 @@ def _times(trajectory: Trajectory, zero_s: float) -> dict[str, float]:
 
 
 def _call(call: CallRecord, zero_s: float | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": call.name, "outcome": call.outcome.value}
-    if call.retries:
-        row["retries"] = call.retries
-    if call.why:
-        row["why"] = call.why
+    row = {"name": call.name, "outcome": call.outcome.value, **filled(retries=call.retries, why=call.why)}
     if zero_s is not None and call.began_s:
         row["began_s"], row["seconds"] = _moment(call.began_s, zero_s), round(call.seconds, 4)
     return row
@@ -158,18 +155,8 @@ def _call(call: CallRecord, zero_s: float | None) -> dict[str, Any]:
 
 def _message(message: Message, tokens: list[int] | None = None) -> dict[str, Any]:
     """A message without its empty fields; `tokens`: where it stands."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        row["reasoning"] = message.reasoning
-    if message.tool_calls:
-        row["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    if message.name:
-        row["name"] = message.name
-    if message.error:
-        row["error"] = message.error
-    if tokens is not None:
-        row["tokens"] = tokens
-    return row
+    said = {"reasoning": message.reasoning, "tool_calls": calls_to_dicts(message), "name": message.name}
+    return {"role": message.role, "content": message.content, **filled(**said, error=message.error, tokens=tokens)}
 
 
 def _turn(turn: Turn, zero_s: float | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe, recipes
 from mtgrpo.evaluation.statistics import INTERVALS, Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, flat, of_set
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, flat, of_set, places_of_turns
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
@@ -212,14 +212,11 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
 
 
 def _example(row: Json, success: bool) -> Example:
-    """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
     messages = [
         {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
         for message in row.get("messages", ())
     ]
-    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = len(row.get("turns", ()))
-    start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
+    start = min(places_of_turns(row), default=len(messages))
     return Example(success, row, messages[:start], messages[start:])
 
 

@@ -46,6 +46,7 @@ class Reward(Part, ABC, retries=">= 0"):
 
     cpu_heavy = False  # true: `reward` of a pickled copy runs in another process, so that the event loop stays free
     judges_turns = False  # true: its scores have turns, which advantage=turn needs
+    compares = False  # true: with the answer that a task has; one that has none is refused
     looks_for: ClassVar[str] = ""  # where it finds the answer in a text, for a note where it is never there; "" = all
     takes_posted = False  # true: it scores by what an agent's program posts (`agent.posts_rewards`)
     _workers = cast("Workers | None", None)
@@ -230,6 +231,7 @@ class OfRewards(Reward, ABC):
         for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items():
             kind = extension.find_class(__name__, name, Reward)
             self._parts[name.rpartition(":")[2]] = built(f"reward {name}", kind, self._settings(name, settings))
+        self.compares = any(part.compares for part in self.parts)
         if not self._parts:
             raise ConfigError("reward.of is empty: name the rewards that this one goes by: 'reward.of=[numeric]'")
 

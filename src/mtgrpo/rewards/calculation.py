@@ -18,7 +18,7 @@ class Calculation(Reward):
     them. Used with advantage=turn, return_to_go, gigpo or gae; advantage=trajectory adds the turns' rewards up.
     """
 
-    judges_turns = True
+    compares = judges_turns = True
 
     require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts
 

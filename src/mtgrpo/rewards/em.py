@@ -32,6 +32,8 @@ class Convention(Enum):
 class AnswerReward(Reward, ABC):
     """Base of the rewards that compare the words of an answer with those of the accepted ones."""
 
+    compares = True
+
     convention: Convention = Convention.squad
     tag: Text = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
 

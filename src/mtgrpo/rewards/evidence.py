@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from mtgrpo.rewards import Reward, Score, required
 from mtgrpo.rewards.em import EM, Convention, normalise
@@ -31,19 +32,22 @@ class Evidence(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """The share, or that of each turn. Raises ConfigError where the task does not say what it needs."""
-        needed = {""} if self.answers else set[str](required(trajectory.task, "gold", "evidence", "search_qa"))
-        accepted = EM(convention=Convention.triviaqa).normalise(trajectory)[1] if self.answers else ()
-        missing, turns = needed, list[float]()
+        needed, turns = self._needed(trajectory), list[float]()
+        missing = needed
         for turn in trajectory.turns:
             texts = [reply.content for reply in turn.observations if reply.name == "search"]
-            shown = (
-                {"" for text in texts if _says(text, accepted)} if self.answers else _SHOWN.findall("\n".join(texts))
-            )
-            left = missing.difference(shown)
-            turns.append(len(missing - left) / len(needed))
+            left = [is_in for is_in in missing if not any(map(is_in, texts))]
+            turns.append((len(missing) - len(left)) / len(needed))
             missing = left
         found = 1 - len(missing) / len(needed)
         return Score(0.0, {"found": found}, turns) if self.per_turn else Score(found)
+
+    def _needed(self, trajectory: Trajectory) -> list[Callable[[str], bool]]:
+        """Of each thing that must be shown, whether it is in a text."""
+        if self.answers:
+            return [partial(_says, accepted=EM(convention=Convention.triviaqa).normalise(trajectory)[1])]
+        gold = set[str](required(trajectory.task, "gold", "evidence", "search_qa"))
+        return [lambda text, passage=passage: passage in _SHOWN.findall(text) for passage in gold]
 
 
 def _says(text: str, accepted: Collection[str]) -> bool:

@@ -29,6 +29,7 @@ class GroundTruth(Composed):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._answers = _read_answers(self.file) if self.file else {}
+        self.compares &= not (self._answers or self.heuristic)
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
         task = siblings[0].task

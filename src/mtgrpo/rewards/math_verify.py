@@ -32,7 +32,7 @@ class MathVerify(Reward, timeout_s="> 0"):
     which is stopped at the limit.
     """
 
-    cpu_heavy = True
+    compares = cpu_heavy = True
 
     timeout_s: float = 5.0  # processor time for one message; one that takes longer is worth 0
 

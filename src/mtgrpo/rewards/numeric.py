@@ -72,6 +72,7 @@ class Numeric(Reward):
     `20k`, `3 of 4`.
     """
 
+    compares = True
     looks_for = (
         "reward=numeric reads the number behind #### or in \\boxed{}; say so in the prompt, set "
         "reward.require_marker=false to take the last number of the text, or compare texts by reward=em"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Self, cast
 
-from mtgrpo.errors import ConfigError, PolicyError, require
+from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.messages import message_to_dict
 from mtgrpo.parts import Network, RunContext, Text
 from mtgrpo.rewards import Given, Reward
@@ -19,7 +19,7 @@ from mtgrpo.types import Message, Trajectory
 
 
 @dataclass
-class RewardModel(Reward):
+class RewardModel(Reward, batch_size=">= 1"):
     """The output of a reward model: a sequence-classification model of transformers with one output.
 
     It reads the whole conversation, those of tools too, in its own tokenizer's chat template; what spells a special
@@ -38,7 +38,6 @@ class RewardModel(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, batch_size=">= 1")
         if not self.model_name:
             raise ConfigError("reward reward_model needs a model: reward.model_name=FOLDER, or a name on the hub")
 

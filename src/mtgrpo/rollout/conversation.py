@@ -34,9 +34,7 @@ def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[To
     if not condenser.active or condenser.when is not When.on_request:
         return tools
     if any(tool.name == CONDENSE.name for tool in tools):
-        raise ConfigError(
-            f"condenser.when=on_request: the environment has a tool {CONDENSE.name} of its own; rename it"
-        )
+        raise ConfigError(f"condenser.when=on_request: the environment has its own tool {CONDENSE.name}; rename it")
     return (*tools, CONDENSE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import Bounded, ConfigError, require
 from mtgrpo.tasks import hashed
 from mtgrpo.types import Group, Task, Trajectory
 
@@ -77,7 +77,7 @@ class Filter:
 
 
 @dataclass
-class Curriculum:
+class Curriculum(Bounded, easy="> 0 and <= 1 (1 = always run)", hard="> 0 and <= 1 (1 = always run)"):
     """Runs a task again the more often the nearer the success of its last group is to a half.
 
     When a task comes up again of whose last group the share p succeeded (see `reward.success_at`), it is run with the
@@ -87,9 +87,6 @@ class Curriculum:
 
     easy: float = 1.0  # the chance of a task that always succeeded; 1 = always run
     hard: float = 1.0  # that of a task that never did
-
-    def __post_init__(self) -> None:
-        require(self, easy="> 0 and <= 1 (1 = always run)", hard="> 0 and <= 1 (1 = always run)")
 
     @property
     def active(self) -> bool:

@@ -74,11 +74,10 @@ def parse_yaml(content: bytes, path: Path) -> Any:
         for event in yaml.parse(content, _Parser):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or depth > MAX_DEPTH:
-                raise ConfigError(
-                    f"{path} has aliases, tags, or more than {MAX_DEPTH} levels: write plain values in their place"
-                )
+                raise ConfigError(f"{path} has aliases, tags, or more than {MAX_DEPTH} levels: write plain values")
         return yaml.load(content, _PlainSafeLoader)
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise BrokenYamlError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
+        hint = '; # begins a comment: quote it, as content: "#### 12"' if b": #" in content else ""
+        raise BrokenYamlError(f"{path} cannot be read: {' '.join(str(error).split()):.500}{hint}") from error

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, Process
@@ -104,6 +105,17 @@ def supervise(
         raise FileNotFoundError(f"there is no program {program!r}")
     settings: dict[str, Any] = {"command": list(command), "parent": parent or os.getpid(), "grace_s": grace_s}
     return [sys.executable, "-I", reaper.__file__, json.dumps({**settings, "folder": str(remove or "")})]
+
+
+def start_logged(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, passed: Sequence[int], grace_s: float
+) -> subprocess.Popen[bytes]:
+    """Start `command` under a reaper; it inherits the files `passed`, and what it prints is appended to `log`."""
+    words = supervise(command, environment, grace_s=grace_s)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            words, env=environment, pass_fds=passed, start_new_session=True, stdin=DEVNULL, stdout=output, stderr=output
+        )
 
 
 def die_with_parent() -> None:

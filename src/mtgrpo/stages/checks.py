@@ -25,7 +25,7 @@ from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
-from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks
+from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
 from mtgrpo.weights.saved import STATE, read_checkpoint
@@ -69,6 +69,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
             notes += tasks.notes
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
+            notes += unanswered(experiment, held_out, tasks)
         if trains:
             experiment.check_warm_start()
         _, chat = open_tokenizer(experiment)

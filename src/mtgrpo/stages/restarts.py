@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +17,17 @@ from mtgrpo.weights.saved import find_newest
 T = TypeVar("T")
 
 
-async def restarting(
-    experiment: Experiment, folder: Path, work: Callable[[Experiment, int], Coroutine[Any, Any, T]]
-) -> T:
+async def restarting(experiment: Experiment, folder: Path, work: Callable[[Experiment], Coroutine[Any, Any, T]]) -> T:
     """What `work` gives, which is a run in `folder`; begun again with what the journal and the last checkpoint have.
-
-    `work` is told how often it has begun again.
 
     Raises RanksError where there is no cluster, or ranks were lost too often without a new checkpoint in between.
     """
-    most, restarts, lost, saved = experiment.cluster.restarts, 0, 0, -1
+    most, lost, saved = experiment.cluster.restarts, 0, -1
     if not most:
-        return await work(experiment, restarts)
+        return await work(experiment)
     while True:
         try:  # in a task of its own: that of a run whose rank has failed is cancelled
-            return await asyncio.create_task(work(experiment, restarts))
+            return await asyncio.create_task(work(experiment))
         except RanksError as error:
             newest = find_newest(folder, complain)
             step = newest.step if newest else 0
@@ -38,7 +35,7 @@ async def restarting(
             saved = max(saved, step)
             if lost > most:
                 raise
-            complain(
-                f"{error}\nit goes on from step {step}; restarts without a new checkpoint: {lost} of at most {most}"
-            )
-        experiment, restarts = replace(experiment, resume=LATEST), restarts + 1
+            complain(f"{error}\nit goes on from step {step}; restarts with no new checkpoint: {lost} of at most {most}")
+        cluster = copy.copy(experiment.cluster)
+        cluster.restarted += 1
+        experiment = replace(experiment, resume=LATEST, cluster=cluster)

@@ -32,7 +32,7 @@ async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
     if not experiment.sft.steps:
         raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
-    await restarting(experiment, folder, lambda again, _: _imitate(again, folder))
+    await restarting(experiment, folder, lambda again: _imitate(again, folder))
 
 
 async def _imitate(experiment: Experiment, folder: Path) -> None:

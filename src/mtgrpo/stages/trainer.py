@@ -41,7 +41,7 @@ from mtgrpo.types import LEARNING
 async def run_training(experiment: Experiment, folder: Path) -> None:
     """Warm start, evaluate, train, evaluate; everything a run leaves lies in `folder`."""
     curve = Curve()
-    summary = await restarting(experiment, folder, lambda again, restarts: train(again, folder, curve, restarts))
+    summary = await restarting(experiment, folder, lambda again: train(again, folder, curve))
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     drawn = curve.draw(folder, width)
     if "console" in experiment.log:
@@ -62,8 +62,8 @@ def next_commands(folder: Path, experiment: Experiment) -> str:
     return "\n  ".join(["try next:", *(f"{program()} {words}" for words in said)])
 
 
-async def train(experiment: Experiment, folder: Path, curve: Curve, restarts: int = 0) -> Metrics:
-    """The whole run; fills `curve` and returns what `summary.json` holds. restarts: how often it has begun again."""
+async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
+    """The whole run; fills `curve` and returns what `summary.json` holds."""
     experiment.check_training()
     async with open_run(experiment, folder) as run:
         with saving(run, curve) as saver:
@@ -75,8 +75,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve, restarts: in
                 curve.success[0] = summary["eval/success/before"]
                 if experiment.algorithm.needs_variance and (note := foreseen(summary, experiment)):
                     run.sinks.note(note)
-            steps, seconds = await reinforce(run, saver, curve, restarts)
-            summary |= {"train/steps": float(steps), "time/rl_s": seconds}
+            steps, seconds = await reinforce(run, saver, curve)
+            summary |= {"train/steps": float(steps), "time/rl_s": seconds, "eval/tasks": float(len(run.held_out))}
             try:
                 after = final_results(folder, steps) if run.resumed else {}
                 summary |= after or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
@@ -89,10 +89,10 @@ async def train(experiment: Experiment, folder: Path, curve: Curve, restarts: in
     return summary
 
 
-async def reinforce(run: Run, saver: Saver, curve: Curve, restarts: int = 0) -> tuple[int, float]:
+async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     run.trainer.begin(Stage.reinforcement)
-    training = _Training(run, saver, curve, restarts)
+    training = _Training(run, saver, curve)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     run.sinks.tell(run.trainer.notes)
     try:
@@ -116,14 +116,15 @@ async def reinforce(run: Run, saver: Saver, curve: Curve, restarts: int = 0) -> 
 class _Training:
     """Reinforcement learning under way."""
 
-    def __init__(self, run: Run, saver: Saver, curve: Curve, restarts: int) -> None:
-        self._run, self._saver, self._curve, self._restarts = run, saver, curve, restarts
+    def __init__(self, run: Run, saver: Saver, curve: Curve) -> None:
+        self._run, self._saver, self._curve = run, saver, curve
         experiment = run.experiment
         recorded = not experiment.agent.active  # whose conversations only the agent can take up
         self._journal = Journal(run.folder / "journal" if recorded else None, groups=not experiment.resumes_exactly)
         self._recorder = TokenRecorder(experiment.record.tokens, run.folder, run.sinks.note)
         self.stream = make_stream(run, self._journal)
-        self.profiler = Profiler(experiment.profile, run.engine.sync_s)
+        self.profiler = Profiler(experiment.profile)
+        run.engine.take_seconds()  # those before
         self.budget = Budget(experiment.trainer, **saver.state.get("budget", {}))
         self._trends = Trends(saver.state.get("entropy", math.nan))
         self._neighbours = Neighbours(follows=not experiment.deterministic)
@@ -178,12 +179,13 @@ class _Training:
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, run.experiment, step - 1, seconds - train_s, train_s)
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
-        if run.engine.waited_s:
-            metrics["perf/lockstep_s"] = run.engine.waited_s
+        sync_s, waited_s = run.engine.take_seconds()
+        if waited_s:
+            metrics["perf/lockstep_s"] = waited_s
         if run.experiment.cluster.restarts:
-            metrics["perf/restarts"] = float(self._restarts)
+            metrics["perf/restarts"] = float(run.experiment.cluster.restarted)
         conversations = describe_conversations(batch.groups, run.experiment.profile)
-        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, run.engine.sync_s)
+        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
         self.budget.count(batch.groups, seconds, idle=bool(flat) and run.experiment.algorithm.needs_variance)
         summary, success = self._saver.summary, metrics["reward/success"]

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.evaluation.findings import TRAINED
 from mtgrpo.model.rounding import HARMLESS
 from mtgrpo.policy.step import Metrics
 from mtgrpo.runtime.resources import memory_left, resident_bytes
@@ -19,9 +20,6 @@ PROVEN = "engine/proof_nats"  # in the metrics of servers
 TRUNCATED = 0.5  # the share of conversations that a limit cut
 WITHOUT_VARIANCE = "train/steps_without_variance"  # in the summary: steps in which no group's rewards differed
 SCARCE = 0.08  # the share of the memory that is left when the kernel may soon end the process
-_MORE_VARIANCE = (
-    "choose easier or harder tasks, a reward with more levels, rollout.group_size higher, or a longer warm start"
-)
 
 
 def in_vain(summary: Metrics) -> str:
@@ -29,7 +27,8 @@ def in_vain(summary: Metrics) -> str:
     steps = summary["train/steps"]
     if not steps or summary.get(WITHOUT_VARIANCE) != steps:
         return ""
-    return f"nothing was learned: in no step, of {steps:.0f}, did the rewards of a group differ; {_MORE_VARIANCE}"
+    cure = _more_variance(summary.get(TRAINED, 0.0))
+    return f"nothing was learned: in no step, of {steps:.0f}, did the rewards of a group differ; choose {cure}"
 
 
 def foreseen(summary: Metrics, experiment: Experiment) -> str:
@@ -37,14 +36,21 @@ def foreseen(summary: Metrics, experiment: Experiment) -> str:
     share = summary.get("eval/groups_with_variance/before", 1.0)
     if share * experiment.rollout.prompts_per_step >= 1:
         return ""
-    examples, success = experiment.task.examples, summary["eval/success/before"]
-    more = f"task.examples={2 * examples or 4}, or your own messages" if isinstance(examples, int) else "task.examples"
-    cure = f"more worked examples ({more}), a longer warm start (sft.steps), easier tasks"
+    examples, more = experiment.task.examples, "messages of your own as task.examples"
+    if isinstance(examples, int) and experiment.task.demonstrates:
+        more = f"task.examples={2 * examples or 4}, or your own messages"
     return (
         f"hardly any group will have rewards that differ, so little will be learned: of the held-out tasks, with "
-        f"{experiment.eval.samples} samples each, {share:.1%} had; try {'harder tasks' if success > 0.5 else cure}, a "
-        "reward with more levels, or rollout.group_size higher"
+        f"{experiment.eval.samples} samples each, {share:.1%} had; try "
+        f"{_more_variance(summary['eval/success/before'], more)}"
     )
+
+
+def _more_variance(success: float, examples: str = "task.examples") -> str:
+    """What makes the rewards of a group differ, where this is the share that succeeds; examples: how more are shown."""
+    start = "another start (sft.steps, model.name)"
+    tasks = "harder tasks" if success > 0.5 else f"easier tasks, more worked examples ({examples}), {start}"
+    return f"{tasks}, a reward with more levels, or rollout.group_size higher"
 
 
 @dataclass
@@ -54,7 +60,6 @@ class Trends:
     entropy: float = math.nan  # of the first step
     mismatch: float = math.nan  # nats, the largest yet between trainer and servers
     tool_rate: float = 0.0  # the largest yet
-    waited_s: float = 0.0  # for the tools of others, until the last step
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
     _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
@@ -74,8 +79,7 @@ class Trends:
             self.mismatch = mismatch
         tool_rate = metrics.get("rollout/tool_rate", 0.0)
         self.tool_rate = max(self.tool_rate, tool_rate)
-        in_all_s = metrics.get("perf/lockstep_s", 0.0)
-        waited_s, self.waited_s = in_all_s - self.waited_s, in_all_s
+        waited_s = metrics.get("perf/lockstep_s", 0.0)
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         bad = {
@@ -99,7 +103,7 @@ class Trends:
             "tools": f"tools are hardly used any more: in {tool_rate:.1%} of the conversations, once in "
             f"{self.tool_rate:.0%}, while tasks are not solved; go on from the best checkpoint with kl.coef above 0 or "
             "optimizer.lr lower, and see eval.stop",
-            "variance": f"in no group do rewards differ, so nothing is learned; {_MORE_VARIANCE}",
+            "variance": f"in no group do rewards differ, so nothing is learned; choose {_more_variance(success)}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
             "higher, or 'reward=[...,length]'",
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "

@@ -4,13 +4,14 @@ first demonstrations, as a warm start would see them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.demonstrations import laid_out, unoffered
@@ -19,6 +20,7 @@ from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
+SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
 
@@ -26,31 +28,64 @@ MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source c
 async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool) -> None:
     """Raise ConfigError where the first of `tasks` does not suit the environment or the reward.
 
-    running: these are open; else only what works without it is tried. A reward of somebody's own must grade the task's
-    demonstration, or where there is none, its bare answer. An environment of somebody's own is never called, and
-    whatever else goes wrong is left to the run, which tries again.
+    running: these are open; else only what works without it is tried. An environment of somebody's own is never called,
+    and whatever else goes wrong is left to the run, which tries again.
     """
-    task, environment, reward = next(iter(tasks), None), experiment.environment, experiment.reward
-    if task is None or experiment.agent.active:
+    task = next(iter(tasks), None)
+    if task is not None and not experiment.agent.active:
+        await (_try_ours if all_ours(experiment.reward) else _try_own)(experiment, task, running)
+
+
+async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
+    """A reward of ours says of an empty answer, while nothing is open, whether such a task is for it."""
+    environment, reward = experiment.environment, experiment.reward
+    async with _left_to_the_run():
+        if _begins(environment, running):
+            async with environment.conversation(task):
+                pass
+    if not running and reward.works_unopened:
+        await scores(reward, [_conversation(task, [Message("assistant", "")])])
+
+
+async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
+    """A reward of somebody's own must grade the task's demonstration, or where there is none, its bare answer."""
+    environment, reward, alone = experiment.environment, experiment.reward, _begins(experiment.environment)
+    said: list[Message] = [Message("assistant", task.answer)]
+    shown: Sequence[Message] | None = None
+    async with _left_to_the_run():
+        if _begins(environment, running):
+            async with environment.conversation(task) as (world, _):
+                said += (await world.step(said[0])).messages if alone else ()
+        shown = experiment.task.demonstration(task, experiment.seed)
+    if not ((alone or shown) if running else (alone and reward.works_unopened)):
         return
-    own, alone, shown = not all_ours(reward), _plays_alone(environment), None
-    said: Sequence[Message] = (Message("assistant", task.answer if own else ""),)
-    try:
-        async with asyncio.timeout(LONGEST_S):
-            if alone or (running and is_ours(environment)):
-                async with environment.conversation(task) as (world, _):
-                    said = (*said, *(await world.step(said[0])).messages) if own and alone else said
-            shown = experiment.task.demonstration(task, experiment.seed) if own else None
-    except ConfigError:
-        raise
-    except Exception:
-        shown = None
-    if (reward.works_unopened and (alone or not own)) if not running else (own and (shown or alone)):
-        (score,) = await scores(reward, [_conversation(task, shown or said)])
-        if own and isinstance(score, Exception):
-            what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
-            why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
-            raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
+    (score,) = await scores(reward, [_conversation(task, shown or said)])
+    if isinstance(score, Exception):
+        what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
+        why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
+        raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
+
+
+def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable[Task]) -> list[str]:
+    """What to say where no row has an answer, and the reward may want one: the column may have another name.
+
+    Raises ConfigError where it does want one: it is ours, and no agent may give a reward of its own.
+    """
+    reward, columns = experiment.reward, getattr(experiment.task, "columns", None)
+    if columns is None or not (reward.compares or not all_ours(reward)):
+        return []
+    for some in (held_out, list(islice(tasks, SOME))):
+        if some and not any(task.answer or task.metadata.get("answers") for task in some):
+            others, sure = list(some[0].metadata), all_ours(reward) and not experiment.agent.active
+            said = (
+                f"no row, such as {some[0].id}, has an answer in column {columns.answer!r}, which reward "
+                f"{type(reward).__name__} {'wants' if sure else 'may want'}: {meant(columns.answer, others)}set "
+                f"task.columns.answer=NAME; beside the prompt there is {', '.join(others) or 'nothing'}"
+            )
+            if sure:
+                raise ConfigError(said)
+            return [said]
+    return []
 
 
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
@@ -59,7 +94,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
     Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
     """
     environment, source = experiment.environment, experiment.demonstrated
-    if not experiment.sft.steps or source.opens or not _plays_alone(environment):
+    if not experiment.sft.steps or source.opens or not _begins(environment):
         return
     tasks = islice(source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), MAX_WITHOUT)
     shown = ((task, said) for task in tasks if (said := source.demonstration(task, experiment.seed)))
@@ -79,10 +114,22 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
 def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code that only a run calls; "" = none."""
     environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
-    alone = reward.works_unopened and _plays_alone(environment) and not (experiment.task.opens or agent.active)
+    alone = reward.works_unopened and _begins(environment) and not (experiment.task.opens or agent.active)
     tried = {"environment": is_ours(environment), "agent": is_ours(agent), "reward": all_ours(reward) or alone}
     own = [name for name, known in tried.items() if not known]
     return f", nor your own {' and '.join(own)} tried" if own else ""
+
+
+@asynccontextmanager
+async def _left_to_the_run() -> AsyncGenerator[None]:
+    """What within takes too long or goes wrong is left to the run, but for a wrong setting."""
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            yield
+    except ConfigError:
+        raise
+    except Exception:
+        return
 
 
 def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
@@ -96,9 +143,9 @@ def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
     return Trajectory(task, turns=turns)
 
 
-def _plays_alone(environment: Environment) -> bool:
-    """Whether it is ours, and needs nothing open."""
-    return is_ours(environment) and not environment.opens
+def _begins(environment: Environment, opened: bool = False) -> bool:
+    """Whether a conversation may begin to try it: it is ours, and `opened`, or has nothing that has to be."""
+    return is_ours(environment) and (opened or not environment.opens)
 
 
 def all_ours(reward: Reward) -> bool:

@@ -191,6 +191,11 @@ class TaskSource(Part, ABC):
         """
         return None
 
+    @property
+    def demonstrates(self) -> bool:
+        """Whether it has demonstrations at all."""
+        return type(self).demonstration is not TaskSource.demonstration
+
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
         own_system, template = self._prompts
@@ -221,8 +226,7 @@ class TaskSource(Part, ABC):
                 )
             return messages
         bare = replace(self, system_prompt="", examples=0)
-        shows = self.examples and type(self).demonstration is not TaskSource.demonstration
-        tasks = islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if shows else ()
+        tasks = islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if self.examples and self.demonstrates else ()
         pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tasks)
         shown = list(islice(((*task.messages, *replies) for task, replies in pairs if replies), self.examples))
         if len(shown) < self.examples:

@@ -6,12 +6,12 @@ import os
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from mtgrpo.errors import ConfigError, beside
 from mtgrpo.parts import File
@@ -19,6 +19,7 @@ from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.tasks.rows import NOTED_ROWS, Columns, JsonlRows, Row, Rows, stream_over, task_from_row
 from mtgrpo.types import Task
 
+T = TypeVar("T")
 CHECKED_BYTES = 100_000_000  # files of less in all are checked whole at the start
 
 
@@ -131,11 +132,7 @@ class FileSource(TaskSource, ABC):
 
     def tried(self, rows: Rows) -> Iterator[Task | ConfigError]:
         """Every row as a task, or what is wrong with it."""
-        for number, read in enumerate(rows.readings()):
-            try:
-                yield self.task(rows, number, read())
-            except ConfigError as error:
-                yield error
+        return each_tried(rows, lambda number, row: self.task(rows, number, row))
 
     def _checked(self, rows: Rows, files: Sequence[Path]) -> list[str]:
         """What to say of the rows that cannot be used, by all of them, of large files by the first thousand."""
@@ -191,6 +188,15 @@ class FileSource(TaskSource, ABC):
     @property
     def _given_held_out(self) -> str:
         return f"task.val_files={_spelled(self.val_files)}"
+
+
+def each_tried(rows: Rows, make: Callable[[int, Row], T]) -> Iterator[T | ConfigError]:
+    """What `make` makes of every row, by its number, or what is wrong with the row."""
+    for number, read in enumerate(rows.readings()):
+        try:
+            yield make(number, read())
+        except ConfigError as error:
+            yield error
 
 
 def names_for_ids(files: Sequence[Path]) -> dict[Path, str]:

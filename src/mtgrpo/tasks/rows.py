@@ -385,9 +385,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     if messages and messages[-1].role == "assistant":
         wrong = "ends with an assistant message, so there is nothing left to answer; remove that message"
     if wrong:
-        raise ConfigError(
-            f"{where} {wrong}; choose another with task.columns.prompt=NAME or task.columns.messages=NAME"
-        )
+        raise ConfigError(f"{where} {wrong}; take another with task.columns.prompt=NAME or task.columns.messages=NAME")
     return messages
 
 

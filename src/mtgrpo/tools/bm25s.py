@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtgrpo.runtime.files import parse_json, read_line
-from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tools.search import Passage, SearchIndex, index_folder, passage_from
 
 
@@ -85,8 +84,7 @@ def _words(bm25s: Any, stemmer: Any, texts: list[str]) -> list[list[str]]:
 
 
 def _packages() -> tuple[Any, Any]:
-    for package in BM25S.packages:
-        refuse_without_package(package, "the tool search")
+    BM25S.check_packages()
     import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
     import Stemmer  # noqa: PLC0415
 

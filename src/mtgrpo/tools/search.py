@@ -49,10 +49,16 @@ class SearchIndex(ABC):
 
     @abstractmethod
     def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
-        """Open the index of `corpus`: see `index_folder`. Raises ConfigError for missing packages too.
+        """Open the index of `corpus`: see `index_folder`. Raises ConfigError, as `check_packages` does.
 
         corpus: None where it needs none, then `folder` is an index that is there already.
         """
+
+    @classmethod
+    def check_packages(cls) -> None:
+        """Raise ConfigError for one that is missing."""
+        for package in cls.packages:
+            refuse_without_package(package, "the tool search")
 
     @abstractmethod
     def __len__(self) -> int:
@@ -102,8 +108,7 @@ class Search(Tool):
             refuse_without_effect(self, ("candidates", "device"), "set `rerank`")
 
     def check_machine(self) -> None:
-        for package in self._backend.packages:
-            refuse_without_package(package, "the tool search")
+        self._backend.check_packages()
         if self.corpus:
             refuse_no_corpus(Path(self.corpus).expanduser())
         elif not Path(self.index).expanduser().is_dir():

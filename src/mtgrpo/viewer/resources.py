@@ -23,7 +23,7 @@ from typing import Any
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
 from mtgrpo.evaluation.statistics import mean_over_tasks
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs, step_of
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, places_of_turns, read_runs, step_of
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
@@ -249,7 +249,7 @@ def _timeline(path: Path) -> Json:
 def _facts(row: Json, line: int) -> Json:
     messages, turns = row.get("messages", []), row.get("turns", [])
     answers = [str(message.get("content", "")) for message in messages if message.get("role") == "tool"]
-    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
+    by_policy = places_of_turns(row)
     opening = messages[: by_policy[0]] if by_policy else messages  # examples are in it too, before the question
     asked = next((message for message in reversed(opening) if message.get("role") == "user"), {})
     said = messages[by_policy[-1]] if by_policy else {}

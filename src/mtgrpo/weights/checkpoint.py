@@ -132,9 +132,7 @@ def write(
         files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
         record = {"step": step, "state": dict(state), "training": training, "files": files}
         (partial / STATE).write_text(json.dumps({"sha256": digest_of(record), **record}, indent=1))
-        if (
-            target.exists()
-        ):  # no folder can be renamed onto another; `find_steps` gives this one while there is no other
+        if target.exists():  # no folder is renamed onto another; `find_steps` gives this one while there is no other
             sync_all(partial)  # so that there is none of this name for a moment only
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(target, replaced)

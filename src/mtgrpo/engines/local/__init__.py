@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.engines import Demand, Engine, Item, Phase
-from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +18,7 @@ DEFAULT_FRACTION = 0.3
 
 
 @dataclass
-class Local(Engine):
+class Local(Engine, memory_fraction="> 0 and < 1"):
     """Decode in this process (CPU or one GPU)."""
 
     memory_fraction: float | None = None  # of all memory, at most, for the KV cache; null: what a GPU has left, or 0.3
@@ -28,9 +27,6 @@ class Local(Engine):
 
     attends: ClassVar[bool] = True
     has_windows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require(self, memory_fraction="> 0 and < 1")
 
     @property
     def cache_share(self) -> float:

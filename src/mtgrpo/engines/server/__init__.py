@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mtgrpo.engines import Demand, Engine, Item, Phase
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.model.settings import Head
 from mtgrpo.parts import Network, Option, Program, Reach, extension
 from mtgrpo.runtime.files import find_near
@@ -46,7 +46,7 @@ class Sync(Enum):
 
 
 @dataclass
-class Server(Engine):
+class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0"):
     """Sample with vLLM, over HTTP, in processes and a Python environment of their own.
 
     Servers are started, and stopped whatever ends the run; or they are running already, at `url`.
@@ -71,7 +71,7 @@ class Server(Engine):
     start_timeout_s: float = 900.0  # until a server answers
 
     def __post_init__(self) -> None:
-        require(self, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0")
+        super().__post_init__()
         if wrong := [url for url in self.url if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"`url={wrong}`: the address of a server is http://HOST:PORT")
         if self.url:
@@ -128,9 +128,7 @@ class Server(Engine):
         if self.sync is Sync.ipc and apart:
             raise ConfigError("engine.sync=ipc needs servers on the trainer's GPU: leave devices.rollout out")
         if self.sync is Sync.nccl and not (self.url or apart):
-            raise ConfigError(
-                "engine.sync=nccl needs servers on other GPUs than the trainer's: set devices.rollout.num=1"
-            )
+            raise ConfigError("engine.sync=nccl needs servers on other GPUs than training: set devices.rollout.num=1")
         if experiment.trainer.deterministic:
             raise ConfigError(
                 "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
@@ -139,9 +137,7 @@ class Server(Engine):
         if (head := experiment.model.head) is not Head.fp32 and self.kind != OWN:
             raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
         if sampling.cuts and self.kind not in (VLLM, OWN):
-            raise ConfigError(
-                f"engine.kind={self.kind} samples from everything: leave sampling.top_p, top_k and min_p out"
-            )
+            raise ConfigError(f"engine.kind={self.kind} samples from all: leave sampling.top_p, top_k and min_p out")
         if sampling.cuts and self.kind == VLLM and not 0 < sampling.top_k <= MAX_NAMED_TOKENS:
             raise ConfigError(
                 f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "

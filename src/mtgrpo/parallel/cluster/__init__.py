@@ -13,6 +13,7 @@ class Cluster(Part, ABC):
     """Base of all places for the processes of a run."""
 
     restarts = 0  # of ranks that were lost, without a new checkpoint in between
+    restarted = 0  # how often the run has begun again for that, on a copy
 
     @property
     def name(self) -> str:

@@ -61,9 +61,7 @@ class Ray(Cluster, cpus="> 0", wait_s=">= 0", restarts=">= 0"):
             return
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            raise ConfigError(
-                f"cluster.address={address}: give auto, local, or HOST:PORT as ray start --head prints it"
-            )
+            raise ConfigError(f"cluster.address={address}: give auto, local, or HOST:PORT as ray start --head prints")
         reach("cluster.address", address, host.strip("[]"), int(port))
 
 
