@@ -261,6 +261,7 @@ def test_a_program_shows_the_calls_of_worked_examples_and_its_help(
     monkeypatch.syspath_prepend(out)
     monkeypatch.setattr("sys.argv", ["chat.py"])
     monkeypatch.delitem(sys.modules, "tools", raising=False)
+    capsys.readouterr()
     runpy.run_path(str(out / "chat.py"), run_name="__main__")["tools"].run.__self__.close()
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["[user] 2 + 3?", "[assistant] calculator({'expression': '2 + 3'})"]
