@@ -21,6 +21,7 @@ from mtgrpo.runtime import workers
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 Run = Callable[..., tuple[int, str, str]]
 PROJECT = Path(__file__).resolve().parent.parent
+VARIATIONS = Path(__file__).with_name("variations.txt")
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
 os.environ["OMP_NUM_THREADS"] = "1"  # as do processes that tests start: more threads sum in another order
@@ -82,6 +83,15 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return left.value.code, *capsys.readouterr()
 
     return typed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What stands in variations.txt is slow too: what takes longest and differs from another test by a value."""
+    slow = set(VARIATIONS.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mtgrpo
+from conftest import VARIATIONS
 from mtgrpo.commands.experiments import STAGES
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -130,3 +131,11 @@ def test_what_commands_and_names_stand_for_is_there() -> None:
     for place in (*STAGES.values(), *(f"{module}.{name}" for name, module in mtgrpo._OFFERED.items())):
         module, _, name = place.rpartition(".")
         assert callable(getattr(importlib.import_module(f"mtgrpo.{module}"), name)), place
+
+
+def test_variations_are_tests_in_order() -> None:
+    lines = VARIATIONS.read_text().splitlines()
+    assert lines == sorted(set(lines))
+    for line in lines:
+        path, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (PROJECT / path).read_text(), line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -482,7 +483,7 @@ def test_the_commands_of_the_page_are_accepted(
         launch = {"": Launch(), "torchrun": Launch(2, 2), "accelerate": Launch(2, 2, Zero3())}
         started = launch[(launcher.split() or [""])[0]]
         recipe = [] if "recipe=" in words else ["recipe=calculator"]
-        experiment = compose(parse([*recipe, *words.split()])).experiment
+        experiment = compose(parse([*recipe, *shlex.split(words)])).experiment
         assert settle(experiment, started, 8)[1].ranks == started.ranks or not started.ranks, line
         if file := re.search(r"--config_file (\S+)", launcher):
             assert (PROJECT / file[1]).is_file()

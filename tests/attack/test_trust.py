@@ -127,9 +127,9 @@ def watched(folder: Path, every: int, *trust: str) -> dict[str, Any]:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 def test_a_received_record_reaches_nothing_whatever_it_sets(run_of_others: Path) -> None:
-    found = watched(run_of_others, 25)
+    found = watched(run_of_others, 60)
     tries = sum(entry["tries"] for entry in found["attacks"].values())
-    assert tries > 100 and found["refused"] > tries / 2
+    assert tries > 50 and found["refused"] > tries / 2
     assert [reached for entry in found["attacks"].values() for reached in entry["reached"]] == []
 
 
