@@ -176,7 +176,7 @@ def test_runs_of_a_sweep_in_their_order(tmp_path: Path) -> None:
     other = make_run(tmp_path / "other")
     runs = read_runs(find_runs([tmp_path / "sweep", other, other]))
     assert [run.name for run in runs] == [*(f"sweep/{number}" for number in range(11)), "other"]
-    with pytest.raises(ConfigError, match=r"holds no run: neither metrics\.jsonl nor summary\.json"):
+    with pytest.raises(ConfigError, match=r"holds no run: no metrics\.jsonl or summary\.json"):
         find_runs([tmp_path / "nowhere"])
 
 

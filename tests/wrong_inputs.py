@@ -276,7 +276,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("-m seed=1,two", "expected an integer"),
         ("-m seed=1,2 task=calculator,gsm9k", "did you mean gsm8k?"),
         ("-m hydra/launcher=joblib seed=1,2", "joblib"),
-        ("reward.numeric.weight=0.5", "reward=[numeric,format] reward.format.weight=0.2"),
+        ("reward.numeric.weight=0.5", "'reward=[numeric,format]' reward.format.weight=0.2"),
         ("--config-name gsm9k", "did you mean gsm8k?"),
         ("model.value_head=true advantage=gae", "algorithm=ppo"),
         ("-m hydra/sweeper=optuna seed=1", "nothing varies"),
