@@ -81,7 +81,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(blocks("json")))
     for name, block in zip(("shop.py", "my_agent.py"), blocks("python"), strict=True):
         (folder / name).write_text(block)
-    (folder / "shop.yaml").write_text(*blocks("yaml"))
+    (folder / "example.yaml").write_text(*blocks("yaml"))
     (folder / "bills.jsonl").write_text("".join(blocks("json", PAGES["tools"])))
     named = [*blocks("yaml", PAGES["command"]), *blocks("python", PAGES["tools"]), BILL]
     named += blocks("python", PAGES["first_task"])
@@ -126,7 +126,7 @@ def test_the_worked_example_calls_the_tool_and_is_told_what_it_says(
     newcomer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(newcomer)
-    (line,) = (line for line in commands(README) if "shop.yaml" in line)
+    (line,) = (line for line in commands(README) if "example.yaml" in line)
     experiment = compose(parse([*shlex.split(line)[2:], "model.name=tiny"])).experiment
     asked, called, answer, said = experiment.task.worked
     (call,) = called.tool_calls

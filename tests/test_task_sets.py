@@ -174,7 +174,7 @@ def test_trivia_rows_become_tasks(kind: str, tmp_path: Path) -> None:
         ({"answer": None}, "TriviaQA rows have"),
         ({"answer": {"value": " "}}, "TriviaQA rows have"),
         ({"question": None}, "TriviaQA rows have"),
-        ({"answer": {"value": "x", "aliases": "x"}}, "lists of aliases"),
+        ({"answer": {"value": "x", "aliases": "x"}}, "aliases and normalized_aliases"),
     ],
 )
 def test_bad_trivia_is_named_with_its_line(change: dict[str, Any], part: str, tmp_path: Path) -> None:

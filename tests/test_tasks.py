@@ -264,7 +264,7 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
             'message 2: content must .* quote it, as content: "#### 12"',
         ),
         ("2 * 3 is 6", "task.examples, message 1: must be an object with role and content, got str"),
-        (2, r"task\.examples=2: task Jsonl has no demonstrations .* task\.examples=\[{role: user, content:"),
+        (2, r"task\.examples=2: task Jsonl has no demonstrations .* 'task\.examples=\[{role: user, content:"),
     ],
 )
 def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
