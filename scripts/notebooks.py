@@ -240,4 +240,6 @@ if __name__ == "__main__":
     words_alone = sys.argv[1:2] == ["--words"]
     for argument in [Path(word).resolve() for word in sys.argv[1 + words_alone :]]:
         print(argument.name, flush=True)
+        if words_alone and argument.suffix == ".ipynb":
+            sys.exit("--words is for tutorials: a notebook has its words in itself")
         export(argument, recalled(argument) if words_alone else ran(argument))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.types import RunMode
 
 import mtgrpo
 from mtgrpo import cli
@@ -26,7 +27,7 @@ from mtgrpo.agents.none import NoAgent
 from mtgrpo.agents.python import Isolation, Python
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.condensers.none import Whole
-from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.compose import ExperimentLoader, compose, parse
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.environments import Environment
@@ -498,16 +499,18 @@ def test_settings_that_make_no_sense_are_refused(words: str, message: str) -> No
 @pytest.mark.parametrize(
     ("words", "noted"),
     [
-        (["sft.steps=0"], True),
-        (["sft.steps=0", "environment.tools=[]"], False),
-        (["sft.steps=50"], False),  # the warm start shows calls of them
+        (["environment.tools=[calculator]"], True),
+        (["environment.tools=[]"], False),
+        ([], False),  # the recipe's
+        (["environment.tools=[calculator]", "sft.steps=50"], False),  # the warm start shows calls of them
     ],
 )
 def test_tools_beside_an_agent_are_noted(words: list[str], noted: bool) -> None:
-    agent = ["agent=python", f"agent.function={AGENTS}:echo", "environment.tools=[calculator]"]
-    notes = compose(parse([*agent, *words])).experiment.notes
-    assert any("environment.tools has no effect: an agent has tools" in note for note in notes) is noted
-    assert not any("no effect" in note for note in compose(parse([*agent[2:], *words])).experiment.notes)
+    agent = ["agent=python", f"agent.function={AGENTS}:echo"]
+    for chosen, says in ((agent, noted), ([], False)):
+        loader = ExperimentLoader()
+        loader.load_configuration("base", ["recipe=calculator", *chosen, *words], RunMode.RUN)
+        assert any("environment.tools has no effect on training" in note for note in loader.notes) is says
 
 
 def test_rewards_that_are_posted_take_the_place_of_the_environments() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mtgrpo.stages.trial import unanswered
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tasks.jsonl import Jsonl
@@ -131,6 +133,11 @@ def test_training_rows_are_looked_at_for_answers_too(place: Path, run: Run) -> N
     words = ("task=jsonl", "task.path=mine.jsonl", "task.val_files=[held.jsonl]", "sft.steps=0", "reward=own.py:Ends")
     code, _, err = run("train", *words, "--dry-run")
     assert code == 0 and "no row, such as mine/" in err and "beside the prompt there is gold" in err
+
+
+def test_a_task_of_ones_own_may_have_columns_that_are_none_of_a_file() -> None:
+    board: Any = SimpleNamespace(task=SimpleNamespace(columns=7), reward=None)
+    assert unanswered(board, [Task("c/0", ())], []) == []
 
 
 def test_the_column_that_likely_holds_the_prompt_is_named(place: Path, run: Run) -> None:

@@ -101,7 +101,7 @@ class Bounded:
 
     def __init_subclass__(cls, **bounds: str) -> None:
         super().__init_subclass__()
-        inherited = (base._bounds for base in cls.__mro__[1:] if issubclass(base, Bounded))
+        inherited = (base._bounds for base in cls.__mro__ if issubclass(base, Bounded))  # slots=True makes `cls` again
         cls._bounds = dict(ChainMap(bounds, *inherited))
 
     def __post_init__(self) -> None:

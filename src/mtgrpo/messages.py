@@ -69,7 +69,7 @@ def message_from(value: Any, where: str) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        yaml = content is None and where.startswith("task.examples")
+        yaml = content is None and "content" in fields and where.startswith("task.examples")
         hint = '; in YAML # begins a comment: quote it, as content: "#### 12"' if yaml else ""
         raise ConfigError(f"{where}: content must be a string, got {shown(content)}{hint}")
     tool_calls = tuple(_call_from(call, where) for call in cast("list[Any]", calls or []))

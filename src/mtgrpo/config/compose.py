@@ -230,6 +230,9 @@ class ExperimentLoader(ConfigLoader):
                 self.notes.append(settled.take_away(word.key_or_group, str(word.input_line)))
             else:
                 settled.put(word.key_or_group, word.value(), str(word.input_line))
+        tools = any(value and key.startswith("environment.tools") for key, value in typed.items())
+        if tools and settled.choices["agent"] != base().choices["agent"] and not settled.values.get("sft.steps"):
+            self.notes.append("environment.tools has no effect on training: an agent brings tools of its own")
         settled.values.update({"model.name": str(checkpoint)} if checkpoint else {})
         settled.choices["recipe"] = recipe
         self._lines = [str(word.input_line) for word in words if word.is_hydra_override()]

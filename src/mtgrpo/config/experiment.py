@@ -231,8 +231,6 @@ class Experiment:
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
         if self.sft.demonstrations and not self.sft.steps:
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
-        if self.agent.active and not self.sft.steps and self.environment.without_tools():
-            notes.append("environment.tools has no effect: an agent has tools of its own; set environment.tools=[]")
         return [note for note in notes if note]
 
     @property

@@ -118,7 +118,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
 
     A share of n outcomes has a standard error of at most .5 / sqrt(n), and the difference of two, as both are of the
     same tasks, one of at most .7 / sqrt(n). A change below two of these, 1.4 / sqrt(n), is one that chance gives, and
-    nothing is made of it. n is tasks times samples for sampled success, tasks for greedy success and pass@k.
+    is called so. n is tasks times samples for sampled success, tasks for greedy success and pass@k, of which only what
+    it rose is held to it: "sharpening" goes by the means alone.
     """
     tasks = int(summary["eval/tasks"])
     few = f"{tasks} held-out task{'s' * (tasks > 1)}"

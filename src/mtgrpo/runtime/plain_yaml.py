@@ -79,5 +79,5 @@ def parse_yaml(content: bytes, path: Path) -> Any:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        hint = '; # begins a comment: quote it, as content: "#### 12"' if b": #" in content else ""
+        hint = '; # begins a comment: quote it, as content: "#### 12"' if b": ##" in content else ""
         raise BrokenYamlError(f"{path} cannot be read: {' '.join(str(error).split()):.500}{hint}") from error

@@ -16,6 +16,7 @@ from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.demonstrations import laid_out, unoffered
 from mtgrpo.tasks import Split
+from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
@@ -72,7 +73,7 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
     Raises ConfigError where it does want one: it is ours, and no agent may give a reward of its own.
     """
     reward, columns = experiment.reward, getattr(experiment.task, "columns", None)
-    if columns is None or not (reward.compares or not all_ours(reward)):
+    if not isinstance(columns, Columns) or not (reward.compares or not all_ours(reward)):
         return []
     for some in (held_out, list(islice(tasks, SOME))):
         if some and not any(task.answer or task.metadata.get("answers") for task in some):

@@ -65,6 +65,10 @@ class Mixed(TaskSource):
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         return self._sources[task.metadata[_SOURCE]].demonstration(task, seed)
 
+    @property
+    def demonstrates(self) -> bool:
+        return any(source.demonstrates for source in self._sources)
+
 
 class MixedStream:
     """Draws from `streams` by weight; the draw depends on `seed` and the number of the task alone."""
