@@ -369,7 +369,7 @@ def test_accelerate_launch_starts_what_its_file_says(name: str, tmp_path: Path) 
     )
     file = PROJECT / f"configs/accelerate/{name}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port=0"]
-    done = subprocess.run([*command, "asks.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*command, "asks.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     way = FSDP2(True) if name == "fsdp2" else DDP()
     assert done.stdout.count(f"{way} {Placement(2)}") == 2, done.stdout

@@ -41,7 +41,7 @@ def asked(words: str, address: str, monkeypatch: pytest.MonkeyPatch, folder: Pat
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     monkeypatch.delenv("MTGRPO_DATA", raising=False)
     done = subprocess.run(
-        [sys.executable, "-c", ASK, *words.split()], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", ASK, *words.split()], capture_output=True, text=True, check=False, timeout=280
     )
     return done.returncode, done.stderr, float(done.stdout.splitlines()[-1])
 

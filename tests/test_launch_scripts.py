@@ -109,7 +109,7 @@ def in_docker(place: Path, *words: str, **variables: str) -> subprocess.Complete
     executable(place / "bin/docker", DOCKER)
     variables = {"PATH": f"{place}/bin:/usr/bin:/bin", "PYTHONPATH": f"{ROOT}/src", "HOME": str(place)} | variables
     command = [sys.executable, "-m", "mtgrpo", "launch", "docker", *words]
-    return subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=240)
 
 
 def test_a_container_is_built_and_trains(place: Path) -> None:

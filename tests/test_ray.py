@@ -39,7 +39,7 @@ from mtgrpo.weights.source import ModelWeights
 from ranks import furthest_of_runs
 from test_cluster import TESTS, WORDS, alive, ran, rows, start, steps
 
-real, whole = pytest.mark.real, pytest.mark.timeout(600)
+real, whole = pytest.mark.real, pytest.mark.timeout(2000)
 BIN, PROJECT = Path(sys.executable).parent, TESTS.parent
 STORE_BYTES = 80 * 2**20
 PLACED = ["cluster=ray", "cluster.address=local"]
@@ -225,7 +225,7 @@ class Run:
         return path.read_text() if (path := self.folder / "notes.txt").is_file() else ""
 
     def until(self, holds: Callable[[], Any]) -> None:
-        ends = time.monotonic() + 200
+        ends = time.monotonic() + 600
         while not holds():
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < ends
@@ -244,7 +244,7 @@ class Run:
     def end(self) -> str:
         """Let it go on to its end, which must be a good one; what it printed."""
         self.let_through(10_000)
-        said, _ = self.process.communicate(timeout=250)
+        said, _ = self.process.communicate(timeout=700)
         assert self.process.returncode == 0, said
         return said
 
@@ -325,7 +325,7 @@ def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -
         words = ["cluster=ray", f"cluster.address={cluster.address}", "rollout.max_staleness=2", "trainer.steps=40"]
         refused = subprocess.run(
             [str(BIN / "mtgrpo"), "train", *WORDS, *words, "devices.rollout.num=7", f"hydra.run.dir={tmp_path}/none"],
-            capture_output=True, text=True, timeout=100,
+            capture_output=True, text=True, timeout=400,
         )  # fmt: skip
         (line,) = [line for line in refused.stderr.splitlines() if line.startswith("mtgrpo: ")]
         assert refused.returncode == 2 and line.startswith(
@@ -356,7 +356,7 @@ def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -
             run.let_through(4)
             servers = [process_of(run.log(f"server_{number}")) for number in (0, 1)]
             run.process.kill()  # the controller
-            ends = time.monotonic() + 60
+            ends = time.monotonic() + 300
             while any(map(alive, servers)):
                 assert time.monotonic() < ends
                 time.sleep(0.1)
@@ -388,9 +388,9 @@ def test_machines_that_only_a_network_joins_have_the_digits_of_one_process(
             address = f"--node-ip-address=10.77.0.{number}"
             machines.append(subprocess.Popen([*inside, ray, "start", "--block", address, size, *how]))
             answers = [*network[0], "bash", "-c", f"until exec 3<>/dev/tcp/{head}/6379; do sleep 0.2; done"]
-            subprocess.run(answers, check=True, capture_output=True, timeout=100)
+            subprocess.run(answers, check=True, capture_output=True, timeout=400)
         command = [*network[0], str(BIN / "mtgrpo"), "train", *WORDS, *words, *few]
-        done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, timeout=800)
     finally:
         for machine in reversed(machines):
             machine.terminate()
@@ -425,7 +425,7 @@ def test_a_run_is_a_job_of_the_cluster_with_the_users_files(tmp_path: Path) -> N
     ]
 
     def launched(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*launch, *more], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return subprocess.run([*launch, *more], capture_output=True, text=True, timeout=800, cwd=tmp_path)
 
     absent = launched("reward=away.py:Tidy")
     assert absent.returncode == 2 and absent.stderr.count("mtgrpo: ") == 1 and "away.py" in absent.stderr

@@ -115,7 +115,7 @@ def check_near(one: Any, other: Any) -> None:
 
 @needs_deepspeed
 @pytest.mark.real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", ZERO3)
 def test_parallel_zero3_makes_the_updates_of_one_process(
     name: str, by_deepspeed: list[dict[str, Any]], tmp_path: Path
@@ -127,7 +127,7 @@ def test_parallel_zero3_makes_the_updates_of_one_process(
 
 @needs_deepspeed
 @pytest.mark.real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_parallel_zero3_and_one_process_go_on_from_one_another(tmp_path: Path) -> None:
     one, stopped = train_in_stages(ParallelLayout(), tmp_path)
     begun, gone_on = on_ranks(2, train_in_stages_by_deepspeed, tmp_path / "ranks", tmp_path, stopped)[0]
