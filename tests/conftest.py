@@ -87,7 +87,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What stands in variations.txt is slow too: it takes longest, and most of it differs from another test by a value."""
+    """What stands in variations.txt is slow too: it takes longest; most of it differs from another test by a value."""
     slow = set(VARIATIONS.read_text().splitlines())
     for item in items:
         if item.nodeid in slow:
