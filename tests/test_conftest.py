@@ -35,7 +35,8 @@ SKIPPED_FILE = "import pytest\npytest.importorskip('no_such_module')\n"
     [("", "1 passed, 3 skipped, 1 xfailed"), ("all", "1 passed, 1 xfailed, 3 errors")],
 )
 def test_a_skip_fails_where_everything_is_required(tmp_path: Path, require: str, summary: str) -> None:
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    for name in ("conftest.py", "variations.txt"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
     (tmp_path / "test_skipping.py").write_text(SKIPPING)
     (tmp_path / "test_skipped_file.py").write_text(SKIPPED_FILE)
     environment = {**os.environ, "MTGRPO_REQUIRE": require, "MTGRPO_DATA": str(tmp_path / "absent")}
