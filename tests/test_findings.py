@@ -85,7 +85,7 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
 def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -> None:
     names = ("greedy", "success", "pass@4")
     summary = {f"eval/{name}/after": value for name, value in zip(names, after, strict=True)}
-    summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8, "eval/tasks": 64}
+    summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8, "eval/tasks": 256}
     line, verdict, *worse = what_was_learned(summary, 4, lr=3e-4).splitlines()
     assert line == (
         f"held-out success: greedy 0.000 -> {after[0]:.3f}, sampled 0.300 -> {after[1]:.3f}, "
@@ -102,7 +102,9 @@ def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -
 @pytest.mark.parametrize(
     ("tasks", "gains", "said"),
     [
-        (100, (0.0, 0.08, 0.0), "mostly sharpening"),  # 1.4 / sqrt(100 * 4) = .07
+        (100, (0.0, 0.08, 0.0), "success rose; 100 held-out tasks cannot tell whether 4 tries found it before"),
+        (100, (0.0, 0.3, 0.02), "success rose; 100 held-out tasks cannot tell"),  # .15 - 1.4 / sqrt(100) = .01
+        (100, (0.0, 0.3, 0.0), "mostly sharpening: one try now finds what took 4 tries before (sampled +0.300"),
         (75, (0.0, 0.08, 0.08), "no more than chance gives with 75 held-out tasks"),
         (1, (0.0, 0.06, 0.0), "no more than chance gives with 1 held-out task"),
         (9, (0.5, 0.0, 0.0), "only greedy answers gained"),  # 1.4 / sqrt(9) = .47
@@ -121,6 +123,12 @@ def test_a_verdict_is_not_said_of_chance(tasks: int, gains: tuple[float, ...], s
     summary |= {f"eval/{name}/after": 0.5 + gain for name, gain in zip(names, gains, strict=True)}
     verdict = what_was_learned(summary, 4, lr=3e-4).partition("\n")[2]
     assert verdict.startswith(said) and ("worse" in verdict) == ("worse" in said)
+
+
+def test_where_every_task_was_found_before_any_gain_is_sharpening() -> None:
+    summary = {f"eval/{name}/{when}": 1.0 for name in ("greedy", "pass@4") for when in ("before", "after")}
+    summary |= {"eval/tasks": 8, "eval/success/before": 0.5, "eval/success/after": 0.9}
+    assert "\nmostly sharpening: " in what_was_learned(summary, 4, lr=3e-4)
 
 
 def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:

@@ -694,6 +694,19 @@ def test_hub_errors_name_the_option(hub_folder: Path) -> None:
     assert "prompt, answer" in message and "task.columns.prompt=" in message
 
 
+def test_a_prompt_column_that_is_named_is_not_replaced_by_that_of_messages(tmp_path: Path) -> None:
+    rows = [{"question": "2 + 2", "messages": [{"role": "user", "content": "Hello."}], "answer": 4}]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    for columns in (Columns(prompt="qestion"), Columns(prompt="qestion", messages="dialogue")):
+        message = error_of(
+            lambda columns=columns: Jsonl(path=path, columns=columns, eval_fraction=0).stream(Split.train, 0)
+        )
+        assert "no column 'qestion'" in message and "columns are question, messages" in message
+        assert "'messages'" not in message and ("'dialogue'" in message) == (columns.messages == "dialogue")
+    (task,) = Jsonl(path=path, eval_fraction=0).stream(Split.train, 0, repeat=False)
+    assert task.messages[0].content == "Hello."
+
+
 # GSM8K and SVAMP
 
 

@@ -118,8 +118,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
 
     A share of n outcomes has a standard error of at most .5 / sqrt(n), and the difference of two, as both are of the
     same tasks, one of at most .7 / sqrt(n). A change below two of these, 1.4 / sqrt(n), is one that chance gives, and
-    is called so. n is tasks times samples for sampled success, tasks for greedy success and pass@k, of which only what
-    it rose is held to it: "sharpening" goes by the means alone.
+    is called so. n is tasks times samples for sampled success, tasks for greedy success and pass@k. "Sharpening" is
+    that pass@k rose by less than half of what sampled success did, by more than chance or as it could not rise.
     """
     tasks = int(summary["eval/tasks"])
     few = f"{tasks} held-out task{'s' * (tasks > 1)}"
@@ -139,9 +139,9 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
         verdict = f"\nno more than chance gives with {few}"
     elif samples == 1:
         verdict = ""
-    elif gains[best] < gains["sampled"] / 2:
+    elif gains[best] < gains["sampled"] / 2 - (chance[best] if found[best][0] < 1 else 0.0):
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"
-    elif gains[best] < chance[best]:
+    elif gains[best] < max(chance[best], gains["sampled"] / 2):
         verdict = f"\nsuccess rose; {few} cannot tell whether {samples} tries found it before ({rose})"
     else:
         verdict = f"\nlearned what {samples} tries did not find before ({rose})"

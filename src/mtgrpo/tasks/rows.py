@@ -308,14 +308,15 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
-    used = columns.messages if cell(row, columns.prompt) is None else columns.prompt
+    named = columns.prompt != Columns.prompt and columns.messages == Columns.messages  # it must be there
+    used = columns.prompt if named or cell(row, columns.prompt) is not None else columns.messages
     prompt = cell(row, used)
     if prompt is None:
         likely = next((name for name in _PROMPTS if isinstance(row.get(name), str)), "NAME")
+        other = "" if named else f" and no column {columns.messages!r}"
         raise ConfigError(
-            f"{where}: no column {columns.prompt!r} and no column {columns.messages!r}; {_columns_of(row)}; say which "
-            f"holds the prompt with task.columns.prompt={likely} (a string) or task.columns.messages=NAME (a list of "
-            "messages)"
+            f"{where}: no column {columns.prompt!r}{other}; {_columns_of(row)}; say which holds the prompt with "
+            f"task.columns.prompt={likely} (a string) or task.columns.messages=NAME (a list of messages)"
         )
     messages = _messages(prompt, f"{where}: column {used!r}")
     answers = _answers(row, columns.answer, where)
