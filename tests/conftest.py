@@ -22,6 +22,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 Run = Callable[..., tuple[int, str, str]]
 PROJECT = Path(__file__).resolve().parent.parent
 VARIATIONS = Path(__file__).with_name("variations.txt")
+GONE = pytest.StashKey[set[str]]()  # what it names and is not there
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
 os.environ["OMP_NUM_THREADS"] = "1"  # as do processes that tests start: more threads sum in another order
@@ -86,9 +87,15 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What stands in variations.txt is slow too: it takes longest; most of it differs from another test by a value."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What stands in variations.txt is slow too: it takes longest; most of it differs from another test by a value.
+
+    What it names and is not in its file is kept for a test, where files are collected whole.
+    """
     slow = set(VARIATIONS.read_text().splitlines())
+    whole = {item.path.name for item in items} if not any("::" in argument for argument in config.args) else set()
+    named = {line for line in slow if Path(line.partition("::")[0]).name in whole}
+    config.stash[GONE] = named - {item.nodeid for item in items}
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import GONE
+
 SKIPPING = """
 import pytest
 
@@ -44,3 +46,7 @@ def test_a_skip_fails_where_everything_is_required(tmp_path: Path, require: str,
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert summary in run.stdout
     assert (run.returncode != 0) == (require == "all")
+
+
+def test_every_variation_is_a_test(pytestconfig: pytest.Config) -> None:
+    assert not pytestconfig.stash[GONE]
