@@ -26,7 +26,7 @@ from record import finish
 from runs import finish_run, last_checkpoint, steps_of
 
 RECIPE = ["recipe=wiki_years_tiny", "eval.every_steps=0"]
-SEEDS = (51, 52, 53)  # on which nothing was calibrated
+SEEDS = (54, 55, 56)  # on which nothing was calibrated
 ARMS = {
     "grpo": ["eval.no_tools=true"],
     "shuffled": ["debug.advantages=shuffled"],
