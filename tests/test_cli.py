@@ -40,7 +40,7 @@ from mtgrpo.config.run_record import claimed, read_run
 from mtgrpo.environments import Opening
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, program
 from mtgrpo.parts import RunContext, extension
 from mtgrpo.policy.settings import Kind
 from mtgrpo.tasks.calculator import Calculator
@@ -1071,10 +1071,11 @@ def test_several_runs_are_processes_whose_failures_count(
     log = place / "the user's sweep" / "1" / "failed.log"
     failure = f"run 1 (seed=2) failed with exit code 3: mtgrpo: no \\x1b[31mluck ({log.relative_to(place)})"
     assert log.read_text() == "first\nmtgrpo: no \x1b[31mluck\n" and "first\n" in err
-    assert out.splitlines()[-2:] == ["2 of 3 runs done, in the user's sweep", failure]
+    quoted = f"{program()} report " + shlex.quote("the user's sweep")
+    assert out.splitlines()[-2:] == [f"2 of 3 runs done, in the user's sweep ({quoted})", failure]
     code, out, _ = run("train", "seed=1,3", "-m")
     assert code == 0
-    assert re.search(r"2 of 2 runs done, in multirun/[-\d]+/[-\d]+$", out.strip())
+    assert re.search(r"2 of 2 runs done, in (multirun/[-\d]+/[-\d]+) \(.* report \1\)$", out.strip())
 
 
 @pytest.mark.real

@@ -305,14 +305,18 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     assert lines[1] == ["mtgrpo", "train", "model.name=FOLDER", "sft.steps=0", *kept, "optimizer.lr=1e-06"]
 
 
-def test_a_program_says_where_tools_go_that_need_more_than_a_function(tmp_path: Path) -> None:
+def test_a_program_says_where_tools_go_that_need_more_than_a_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, _ = saved(tmp_path)  # whose environment.tools are not known
     keep_conversations(tmp_path)
     out = exported(path, "hf", tmp_path / "out")
     program, answering = ((out / name).read_text() for name in ("chat.py", "tools.py"))
     compile(program, "chat.py", "exec")
     compile(answering, "tools.py", "exec")
-    assert "import mtgrpo" not in program + answering and "call the tool {name} here" in answering
+    assert "import mtgrpo" not in program + answering and "write in `use` what the tool {name} answers" in answering
+    assert "`tools.py` answers no call yet" in (out / "README.md").read_text()
+    assert "its tools.py answers no call yet: write what `use` gives" in capsys.readouterr().out
 
 
 def test_without_conversations_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,14 @@ def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     )
 
 
+def test_what_was_measured_with_other_samples_before_is_left_out() -> None:
+    summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success") for when in ("before", "after")}
+    summary |= {"eval/pass@2/before": 0.0, "eval/pass@8/after": 0.5, "eval/tasks": 8}
+    assert what_was_learned(summary | {"eval/success/after": 0.5}, 8, lr=1e-6) == (
+        "held-out success: greedy 0.000 -> 0.000, sampled 0.000 -> 0.500"
+    )
+
+
 @pytest.mark.parametrize(
     ("trained", "steps", "tasks", "says"),
     [(0.75, 5, 32, True), (0.65, 5, 200, False), (0.75, 4, 32, False), (0.75, 5, 31, False)],

@@ -94,6 +94,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints = folder / "runs/a/checkpoints"
     shutil.copytree(checkpoints / "step_000001", checkpoints / "step_000020")
     (checkpoints / "step_000001").rename(checkpoints / "step_000025")
+    shutil.copytree(folder / "runs/a", store := folder / "runs/store")
+    (store / "checkpoints/step_000025").rename(store / "checkpoints/step_000015")
     return folder
 
 

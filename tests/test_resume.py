@@ -535,6 +535,10 @@ def test_other_settings_are_told(tmp_path: Path) -> None:
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
     (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\n")
     ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "optimizer.lr=4e-3")
+    assert "is no measure of the new" not in (tmp_path / "notes.txt").read_text()
     steps = [row for row in rows(tmp_path) if row["stage"] == "reinforcement learning"]
     assert [row["policy/lr"] for row in steps] == pytest.approx([1e-3 / 3, 4e-3 * 2 / 3])  # of a warm-up of three
     assert "with other settings than before: optimizer.lr=0.002 (was 0.001)\n" in (tmp_path / "notes.txt").read_text()
+    (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\ntask: {min_steps: 1}\n")
+    ran(tmp_path, "trainer.steps=3", "sft.steps=0", "resume=true", "task.min_steps=1")
+    assert "is no measure of the new: task.min_steps\n" in (tmp_path / "notes.txt").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from mtgrpo.errors import program
 from mtgrpo.record.reading import flat, held_out_reward, read_settings
 from mtgrpo.runtime.text import printable
 
@@ -63,8 +65,8 @@ class ProcessLauncher(Launcher):
             results.append(done)
             failures += [f"{title} failed with exit code {code}{_kept(said, folder)}"] if code else []
         if len(results) > 1 or failures:
-            done = len(results) - len(failures)
-            print(f"{done} of {len(results)} runs done, in {root}", *failures, sep="\n", flush=True)
+            done = f"{len(results) - len(failures)} of {len(results)} runs done, in {root}"
+            print(f"{done} ({program()} report {shlex.quote(str(root))})", *failures, sep="\n", flush=True)
         return results
 
     def _configuration(self, number: int, words: Sequence[str]) -> DictConfig:

@@ -83,9 +83,9 @@ def main(arguments: Sequence[str]) -> int:
                 shutil.copyfile(point.path / name, partial / name)
         if args.to == "merged":
             merged(point.path).save_pretrained(partial)
-        about += write_prompted(partial, found, tokenizer, settings) if found else _UNKNOWN
-        (partial / "README.md").write_text(about, encoding="utf-8")
-    print(f"{TO[args.to]}: {out}" if found else f"{TO[args.to]}: {out}\n{_UNKNOWN.strip()}")
+        use, left = write_prompted(partial, found, tokenizer, settings) if found else (_UNKNOWN, _UNKNOWN.strip())
+        (partial / "README.md").write_text(about + use, encoding="utf-8")
+    print(*filter(None, [f"{TO[args.to]}: {out}", left]), sep="\n")
     return 0
 
 
@@ -117,7 +117,7 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     if base and base not in (*FROM_SCRATCH, SHIPPED) and not Path(base).exists():
         lines.append(f"base_model: {base}")
     lines += ["tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
-    lines.append(f"{base or 'A model'}, trained with mtgrpo for {point.step} steps of reinforcement learning.")
+    lines.append(f"{base or 'A model'}, trained with mtgrpo: step {point.step} of reinforcement learning.")
     success = {int(step): value for step, value in state["success"].items()}
     if after := final_results(point.path.parent.parent, point.step):  # measured when it was saved already
         success[point.step] = after["eval/success/after"]

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _PARSERS = {"hermes": "hermes", "xml": "qwen3_coder", "llama3_json": "llama3_json"}  # what vLLM calls our formats
 _ELSEWHERE = {*LEFT_OUT, "model", "sft", "checkpoint", "record"}  # what a run was told that is not of its task
+UNANSWERED = (
+    "its tools.py answers no call yet: write what `use` gives. Tools of your own come along where their files are "
+    "below the working folder by the names in the run: export from the folder in which it was started"
+)
 _SETTING = re.compile(r"environment\.tools\.(.+?\.py:\w+|\w+)(?:\.(\w+))?")
 
 
@@ -97,8 +101,8 @@ def _rendered(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, A
 
 def write_prompted(
     folder: Path, found: Prompted, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, str]
-) -> str:
-    """Write all of it into the folder of a model; returns what its card says of it."""
+) -> tuple[str, str]:
+    """Write all of it into the folder of a model; returns what its card says of it, and what is left to the user."""
     chat, names = open_chat(tokenizer, ChatSettings()), [tool["function"]["name"] for tool in found.tools]
     usual = {name: getattr(Sampling(), name) for name in ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")}
     sampling = {name: type(value)(settings.get(f"sampling.{name}") or value) for name, value in usual.items()}
@@ -134,7 +138,7 @@ def write_prompted(
         (folder / name).write_text(text, encoding="utf-8")
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
-    return use
+    return use, "" if options or not names else UNANSWERED
 
 
 def _of_task(name: str) -> str:

@@ -64,9 +64,10 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
             override = parser.parse_override(argument)
         except HydraException as error:
             key = "checkpoint" if Path(argument).is_dir() else "task.path" if Path(argument).is_file() else ""
+            cut, quoted = argument.count("[") > argument.count("]"), "quote a value with special characters twice"
             raise ConfigError(
                 f"cannot read {argument!r}: options are key=value, such as {f'{key}={argument}' if key else 'seed=1'}; "
-                "quote a value with special characters twice: key=\"'a, b'\""
+                + ("a list is one word: 'key=[a,b]', without spaces" if cut else f"{quoted}: key=\"'a, b'\"")
             ) from error
         if not override.key_or_group:
             raise ConfigError(f"cannot read {argument!r}: nothing stands before the =; options are key=value")
@@ -158,8 +159,9 @@ class ExperimentLoader(ConfigLoader):
         try:
             ConfigStore.instance().store("chosen", _typed(settled), "recipe", "_global_")
             config = self._inner.load_configuration(config_name, self._lines, run_mode, from_shell)
-            choices = {key: settled.choices[key] for key in (*groups(), "recipe")}
-            self.composed = dataclasses.replace(composed_from(config), choices=choices)
+            with open_dict(config.hydra.runtime):
+                config.hydra.runtime.choices.update(settled.choices)
+            self.composed = composed_from(config)
         except ConfigError as error:
             source = settled.sources.get(key := re.split(r"[ =:]", str(error), maxsplit=1)[0], "")
             if not source or f"{key}=" in source:
@@ -172,8 +174,6 @@ class ExperimentLoader(ConfigLoader):
         hydra, own = config.hydra, [word for word in words if not word.is_hydra_override()]
         hydra.overrides.task = [word.input_line for word in own]
         hydra.overrides.hydra = [word.input_line for word in words if word.is_hydra_override()]
-        with open_dict(hydra.runtime):
-            hydra.runtime.choices.update(settled.choices)
         names = hydra.job.config.override_dirname
         lines = sorted(str(word.input_line) for word in own if word.key_or_group not in names.exclude_keys)
         hydra.job.override_dirname = names.item_sep.join(lines).replace("=", names.kv_sep)

@@ -124,7 +124,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
     tasks = int(summary["eval/tasks"])
     few = f"{tasks} held-out task{'s' * (tasks > 1)}"
     best = f"pass@{samples}"
-    names = {"greedy": "greedy", "sampled": "success", **({best: best} if samples > 1 else {})}
+    tried = samples > 1 and f"eval/{best}/before" in summary  # which a run that goes on may have with other samples
+    names = {"greedy": "greedy", "sampled": "success", **({best: best} if tried else {})}
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
     line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
     gains = {label: after - before for label, (before, after) in found.items()}
@@ -137,7 +138,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
         verdict = "\nno gain worth a word"
     elif gains["sampled"] < least["sampled"]:
         verdict = f"\nno more than chance gives with {few}"
-    elif samples == 1:
+    elif not tried:
         verdict = ""
     elif gains[best] < gains["sampled"] / 2 - (chance[best] if found[best][0] < 1 else 0.0):
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"

@@ -6,6 +6,7 @@ A tokenizer of our own takes no torch.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mtgrpo.errors import ConfigError, program
@@ -65,7 +66,12 @@ def place(name: str) -> str:
         return str(tiny.WEIGHTS) if name == SHIPPED else name
     folder = smollm2.folder()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run {program()} data {name}")
+        cure = (
+            f"{program()} data {name}"
+            if find_spec("gguf")
+            else f"pip install 'mtgrpo[{name}]' and {program()} data {name}"
+        )
+        raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run {cure}")
     return str(folder)
 
 

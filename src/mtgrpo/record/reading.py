@@ -15,7 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, beside
 from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, WHERE_THEY_CHANGE, Json, fit
 from mtgrpo.runtime.files import MAX_LINE_BYTES, Line, read_last_lines, read_lines
 from mtgrpo.runtime.plain_yaml import BrokenYamlError, parse_yaml, read_bounded
@@ -72,14 +72,15 @@ class RunRecord:
         return is_success(trajectory.get("status", ""), trajectory.get("reward") or 0.0, self.success_at)
 
     def outcomes(self, name: str) -> dict[str, list[float]] | None:
-        """Task -> 1.0 or 0.0 for each of its samples, of the evaluation `name`; None where it left no trajectories."""
+        """Task, answer -> 1.0 or 0.0 for each sample, of the evaluation `name`; None where it left no trajectories."""
         path = self.folder / "trajectories" / f"{name}.jsonl"
         if not path.is_file():
             return None
         outcomes: dict[str, list[float]] = defaultdict(list)
         for trajectory in conversations(path):
             if trajectory.get("status") != "failed":
-                outcomes[str(trajectory.get("task"))].append(float(self.succeeded(trajectory)))
+                key = f"{trajectory.get('task')} {trajectory.get('answer')}"  # its name alone is that of others too
+                outcomes[key].append(float(self.succeeded(trajectory)))
         return dict(outcomes) or None
 
     def last_trajectories(self) -> tuple[str, Iterator[Json]]:
@@ -108,7 +109,9 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
-            raise ConfigError(f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest}")
+            raise ConfigError(
+                f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest or beside(place)}"
+            )
         runs += [place] if _is_run(place) else inside
     return list(dict.fromkeys(path.resolve() for path in runs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
+_MEASURES = re.compile(r"(task|environment|reward|eval|agent|condenser|chat)\b")  # of what success means
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
 
@@ -27,6 +29,8 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
     if found and (other := differences(found.state.get("settings", {}), read_settings(folder))):
         note(f"with other settings than before: {'; '.join(other)}")
+        if measured := ", ".join(line.partition("=")[0] for line in other if _MEASURES.match(line)):
+            note(f"success before training was measured with the old, and is no measure of the new: {measured}")
     return found
 
 
@@ -37,8 +41,8 @@ def trained(found: Checkpoint | None) -> int:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings in which a run differs from what it was, for people."""
-    names = [name for name in {**before, **now} if name not in OF_RESUMING] if before and now else []
-    both = [(name, before.get(name, "not set"), now.get(name, "not set")) for name in names]
+    names = (name for name in {**before, **now} if name not in OF_RESUMING)
+    both = ((name, before.get(name, "not set"), now.get(name, "not set")) for name in names if before and now)
     return [f"{name}={new} (was {old})" for name, old, new in both if old != new]
 
 

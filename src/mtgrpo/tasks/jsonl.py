@@ -174,6 +174,9 @@ class FileSource(TaskSource, ABC):
 
     def _files_at(self, name: str, option: str) -> list[Path]:
         path = Path(name).expanduser().absolute()
+        if path.suffix == ".csv":
+            program = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+            raise ConfigError(f'{option}: {name} is no JSON: python -c "{program}" < {path.name} > {path.stem}.jsonl')
         files = [path] if path.is_file() else sorted(path.glob(f"*{self.suffix}"))
         if not name or not files:
             where = f"{name!r} ({path}){beside(path)}"
