@@ -4,7 +4,8 @@
 # You want to see a language model learn by reinforcement, on your own machine, in less than a minute.
 #
 # The model is small (half a million weights) and comes with the package. Its **task**: a story about numbers, such as
-# "Sam has 392 books. Sam finds 296 more. How many?". Its **tool**: a calculator. It ends with `####` and the answer.
+# "Sam has 392 books. Sam is given 296 more. Sam finds 296 more. How many books does Sam have?", with two to four
+# steps. Its **tool**: a calculator. It ends with `####` and the answer.
 # It was taught by a careless teacher, who did seven of ten sums in the head, wrongly. So it knows how the calculator
 # is called, and mostly does not call it.
 #
@@ -17,7 +18,8 @@
 # 4. Change the weights a little, so that what had a positive advantage becomes likelier, and what had a negative one
 #    rarer.
 #
-# This is GRPO, *group relative policy optimisation*. Six steps of it:
+# This is GRPO, *group relative policy optimisation*. Six steps of it. The first lines name the parts of the run; pass
+# over them. The lines of steps are explained in [102](102_read_a_run.md); what shows progress is left out here.
 
 # %%
 from cells import sh
@@ -52,5 +54,6 @@ plt.show()
 # ## What next
 #
 # - Train it to the end: `mtgrpo train` takes 25 steps, and two minutes. Another `seed=1` is another run.
-# - Talk to what you have trained: `mtgrpo play checkpoint=runs/first/checkpoints/step_000006`.
+# - Talk to what you have trained: `mtgrpo play checkpoint=runs/first/checkpoints/step_000006`. An empty line takes one
+#   of its tasks. It samples, so it errs now and then; of other questions than its stories it knows nothing.
 # - [102](102_read_a_run.md) looks into the folder of a run.

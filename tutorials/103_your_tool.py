@@ -104,6 +104,6 @@ sh("mtgrpo show runs/shop --count 1")
 # ## What next
 #
 # - With a chat model there is no warm start: `mtgrpo train 'recipe=[shop.yaml,smollm2_135m]' sft.steps=0
-#   sft.demonstrations=null`, and worked examples in the prompt (`task.examples`).
+#   sft.demonstrations=`, and worked examples in the prompt (`task.examples`).
 # - Tools with state, limits, and what becomes of a call that fails: [tools](../tools.md).
 # - [104](104_your_reward_and_its_traps.md): a reward of your own.

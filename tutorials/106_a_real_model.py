@@ -31,8 +31,8 @@ sh("mtgrpo show runs/before --count 2")
 #
 # ## One step
 #
-# A step of three problems with six tries each, to see that everything fits. `--dry-run` would say what the memory is
-# for, without running.
+# A step of three problems with six tries each, to see that everything fits. `--dry-run` would check the same command
+# without running it; for recipes of GPUs it says what the memory is for.
 
 # %%
 sh(

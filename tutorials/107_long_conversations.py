@@ -100,6 +100,7 @@ sh("python contexts.py condenser=none environment.max_context_length=192")
 #
 # ## What next
 #
-# - `condenser=summarize`: the model writes down what it needs, and is trained to do so. All condensers: [tasks and
+# - `condenser=summarize`: the model writes down what it needs, and is trained to do so (`mtgrpo train
+#   recipe=ledger_tiny condenser=summarize`; the rule above writes no summary). All condensers: [tasks and
 #   rewards](../tasks_and_rewards.md#condensers). One of your own: `examples/condenser.py`.
 # - [108](108_turn_rewards.md): which turn of a long conversation was good?

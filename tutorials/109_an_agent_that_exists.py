@@ -75,7 +75,7 @@ sh("grep -o '\"agent/exact_share\": [0-9.]*' runs/agent/metrics.jsonl")
 # %% [markdown]
 # ## What next
 #
-# - A program in place of a function: `agent=command 'agent.argv=[my-agent,"{prompt}"]'`; it finds the endpoint in
-#   `OPENAI_BASE_URL`.
+# - A program in place of a function: `agent=command 'agent.argv=[/path/to/my-agent,"{prompt}"]'`; it finds the endpoint
+#   in `OPENAI_BASE_URL`, where the model may have any name.
 # - By hand first: `mtgrpo serve` puts a policy behind the same endpoint ([115](115_export_and_serve.md)).
 # - Frameworks that were tried, and what is recorded: [agents](../agents.md).

@@ -58,9 +58,9 @@ sh("mtgrpo show runs/mcp --count 1")
 
 # %% [markdown]
 # The server is started once for the run and shared by all conversations. An error that it reports (here: an
-# expression that is none) is the model's, which reads it and may try again. A server that hangs or dies is started
-# anew, and the call is made again. A server that remembers things is `stateful: true`: then each conversation has a
-# process of its own.
+# expression that is none) is the model's, which reads what the server tells of it and may try again. A server that
+# hangs or dies is started anew, and the call is made again. A server that remembers things is `stateful: true`: then
+# each conversation has a process of its own.
 #
 # ## What next
 #

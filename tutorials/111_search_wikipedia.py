@@ -109,6 +109,8 @@ sh(
 #
 # ## What next
 #
-# - Pay a turn for showing the answer: `'reward=[em,evidence]'`; see [108](108_turn_rewards.md).
-# - A real model: `recipe=smollm2_search` on a processor; `recipe=search_r1_3b` on GPUs.
+# - Pay a turn for showing the answer: `'reward=[em,evidence]' reward.evidence.answers=true`; see
+#   [108](108_turn_rewards.md).
+# - A real model: `recipe=smollm2_search` on a processor (`mtgrpo data smollm2` first, and the same paragraphs);
+#   `recipe=search_r1_3b` on GPUs.
 # - An index of all of Wikipedia, with Lucene: [the search tool](../tasks_and_rewards.md#the-search-tool).

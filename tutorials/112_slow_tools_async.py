@@ -32,8 +32,8 @@ sh(
 
 # %% [markdown]
 # Still the step waits for its slowest conversation, and meanwhile nothing is trained. `rollout.max_staleness=1` lets
-# conversations of the next step run ahead while the policy is trained. They are then sampled from a policy that is
-# one update older than the one that is trained.
+# conversations of the next step run ahead while the policy is trained, each for itself too. They are then sampled
+# from a policy that is one update older than the one that is trained.
 
 # %%
 sh(
@@ -77,6 +77,6 @@ for folder in ("runs/same_digits", "runs/in_step", "runs/ahead"):
 # ## What next
 #
 # - A tool that hangs: `environment.call_timeout_s`; one that fails: [tools](../tools.md#whose-fault-it-is). Try
-#   yours with `faults.error_rate=0.05 faults.hang_rate=0.05`.
+#   yours with `faults.error_rate=0.05 faults.hang_rate=0.05 environment.call_timeout_s=2`.
 # - Corrections for more staleness: [algorithms](../algorithms.md#correction), `'recipe=[gsm8k,async]'`.
 # - [113](113_kill_and_resume.md): what if the machine goes away.

@@ -37,7 +37,7 @@ sh("mtgrpo report runs/control")
 # ## How to compare honestly
 #
 # 1. **Seeds.** Two runs that differ in the seed alone differ in their end. Take at least three: `seed=1,2,3`.
-# 2. **Held-out tasks**, many: with 25 tasks as here an interval is 30 points wide; with 500 some 6. The interval
+# 2. **Held-out tasks**, many: with 25 tasks as here an interval is some 25 points wide; with 500 some 6. The interval
 #    stands in the report.
 # 3. **Choose on some seeds, report on others.** The best of twenty settings was lucky, too.
 # 4. **Controls**: shuffled advantages; more warm start for equal time; `eval.no_tools=true`, whether the tool is
@@ -49,5 +49,5 @@ sh("mtgrpo report runs/control")
 # ## What next
 #
 # - A search in place of a grid: `hydra/sweeper=optuna` ([the command](../command.md#search-for-settings)).
-# - `hydra.sweep.dir=FOLDER resume=true` goes on with a sweep that was killed.
+# - A sweep that was killed goes on with the same command and `resume=true`.
 # - What a number may claim: [results](../results.md).

@@ -72,11 +72,13 @@ for line in server.stdout:  # it prints the variables to set: OPENAI_BASE_URL, O
         break
 
 # %%
+STORY = "Sam has 392 books. Sam is given 296 more. Sam finds 296 more. How many books does Sam have?"
 parameters = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 about = {"name": "calculator", "description": "Evaluate an arithmetic expression.", "parameters": parameters}
 answer = OpenAI().chat.completions.create(
     model="policy",
-    messages=[{"role": "user", "content": "Sam has 392 books. Sam finds 296 more. How many books does Sam have?"}],
+    messages=[{"role": "user", "content": STORY}],
+    temperature=0,
     tools=[{"type": "function", "function": about}],
 )
 print(answer.choices[0].message.tool_calls[0].function)
@@ -88,7 +90,7 @@ server.communicate()
 #
 # ## What next
 #
-# - An adapter alone (`--to peft`), or added to its base (`--to merged`): `mtgrpo export --help`.
+# - Of a run with LoRA the adapter alone (`--to peft`), or added to its base (`--to merged`): `mtgrpo export --help`.
 # - Conversations for the viewers of others: `--to atif`, `--to inspect`
 #   ([view](../view.md#for-the-viewers-of-others)).
 # - You have seen all of it. [The command](../command.md) and [a file of each kind](../your_own_agent.md) say the

@@ -49,9 +49,9 @@ class Command(Agent, keep_output=">= 0"):
 
     def check_machine(self) -> None:
         program, path = Path(self.argv[0]), self.environment.get("PATH", os.environ.get("PATH"))
-        in_each_folder = len(program.parts) > 1 and not program.is_absolute()
+        in_each_folder = "/" in self.argv[0] and not program.is_absolute() and (self.directory or self.files)
         if not in_each_folder and "{" not in self.argv[0] and shutil.which(program, path=path) is None:
-            raise ConfigError(f"agent.argv: there is no program {program}; install it, or give its whole path")
+            raise ConfigError(f"agent.argv: there is no program {self.argv[0]}; install it, or give its whole path")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
