@@ -1103,6 +1103,10 @@ def test_a_sweep_that_goes_on_runs_what_is_missing(run: Run, place: Path, monkey
     assert runs("resume=true") == ["2 25"]
     assert runs("resume=true") == []
     assert runs("resume=true", "trainer.steps=30") == ["1 30", "2 30"], "they have other settings now"
+    code, _, err = run("train", "seed=2,3", "-m", "hydra.sweep.dir=all", "resume=true")
+    assert code == 2 and err.endswith(
+        "mtgrpo: all/0 has seed=1, not 2: a sweep goes on by the same command and resume=true\n"
+    )
 
 
 @pytest.mark.real

@@ -83,7 +83,7 @@ answer = OpenAI().chat.completions.create(
 )
 print(answer.choices[0].message.tool_calls[0].function)
 server.terminate()
-server.communicate()
+_ = server.communicate()  # it says that it was interrupted
 
 # %% [markdown]
 # It is meant for trying an agent by hand. For many users take vLLM: the model card in `my-model` has the command.

@@ -20,7 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mtgrpo.errors import program
+from mtgrpo.errors import ConfigError, program
 from mtgrpo.record.reading import flat, held_out_reward, read_settings
 from mtgrpo.runtime.text import printable
 
@@ -54,7 +54,7 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             config = self._configuration(number, words)
             folder = Path(root, str(config.hydra.sweep.subdir))
-            if before := _is_done(config, folder):
+            if before := _is_done(config, folder, varied):
                 print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
             line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]
@@ -77,14 +77,18 @@ class ProcessLauncher(Launcher):
         return config
 
 
-def _is_done(config: DictConfig, folder: Path) -> bool:
-    """Whether a sweep that goes on has this run already: at its end, with the same settings."""
-    if str(config.resume).lower() != "true" or held_out_reward(folder) is None:
+def _is_done(config: DictConfig, folder: Path, varied: Iterable[str]) -> bool:
+    """Whether a sweep that goes on has this run already. Raises ConfigError where what is varied was another there."""
+    if str(config.resume).lower() != "true":
         return False
     given: Any = OmegaConf.to_container(config, enum_to_str=True)
     wanted = flat({key: value for key, value in given.items() if key not in ("hydra", "resume", "resume_mode")})
     kept = read_settings(folder)
-    return all(kept.get(key) == value for key, value in wanted.items())
+    other = {key for key, value in wanted.items() if kept.get(key, value) != value}
+    if swept := sorted(other & {word.partition("=")[0].lstrip("+") for word in varied}):
+        was = f"{folder} has {swept[0]}={kept[swept[0]]}, not {wanted[swept[0]]}"
+        raise ConfigError(f"{was}: a sweep goes on by the same command and resume=true")
+    return not other and wanted.keys() <= kept.keys() and held_out_reward(folder) is not None
 
 
 def _kept(said: Sequence[bytes], folder: Path) -> str:
