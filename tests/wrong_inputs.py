@@ -359,6 +359,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("", "has kept no conversations yet"),
         ("away", "away"),
         ("bare", "holds no run"),
+        ("runn", "did you mean run?"),
         ("things", "holds no run"),
         ("text.txt", "text.txt"),
         ("run", "conversation"),
