@@ -12,7 +12,7 @@ from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
-_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks|eval\.samples)\b")  # of what success means
+_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks|eval\.samples)\b")  # success
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
 
