@@ -174,6 +174,26 @@ def smollm2() -> str:
     return f"![success over steps](docs/smollm2.png)\n\n{table(head, rows)}"
 
 
+def search() -> str:
+    """Held-out success of the recipe that learns to search, and of its controls."""
+    _, detail = read("search")
+    rows: list[list[str]] = []
+    for seed, arms in detail["seeds"].items():
+        by = arms["grpo"]
+        cells = [
+            seed,
+            f"{by['before']:.3f} to {by['after']:.3f}",
+            f"{by['greedy_before']:.2f} to {by['greedy_after']:.2f}",
+        ]
+        cells.append(f"{by['searched'][0]:.2f} to {by['searched'][-1]:.2f}")
+        cells.append(f"{by['no_tools_before']:.3f} to {by['no_tools_after']:.3f}")
+        cells += [f"{arms[arm]['before']:.3f} to {arms[arm]['after']:.3f}" for arm in ("shuffled", "no_tools")]
+        rows.append([*cells, f"{arms['warm_start_s'] / 60:.0f} + {by['seconds'] / 60:.0f} min"])
+    tools = ["its searches", "its success without the tool"]
+    controls = ["advantages shuffled", "trained without the tool"]
+    return table(["seed", "GRPO", "greedy", *tools, *controls, "warm start + GRPO"], rows)
+
+
 def learning() -> str:
     """Both trainers on the embedded default."""
     _, detail = read("versus_trl_learning")
@@ -455,6 +475,7 @@ TABLES: dict[str, Callable[[], str]] = {
         versus_trl,
         versus_trl_135m,
         smollm2,
+        search,
         smolgrpo,
         learning,
         headline,
