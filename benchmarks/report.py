@@ -175,23 +175,23 @@ def smollm2() -> str:
 
 
 def search() -> str:
-    """Held-out success of the recipe that learns to search, and of its controls."""
+    """Held-out success of the recipe that learns to search, and of its controls; gains in points."""
     _, detail = read("search")
+
+    def cell(arm: dict[str, Any], prefix: str = "") -> str:
+        _, low, high = arm[f"{prefix}gain"]
+        return f"{arm[f'{prefix}before']:.3f} to {arm[f'{prefix}after']:.3f} ({low:+.0f} to {high:+.0f})"
+
     rows: list[list[str]] = []
     for seed, arms in detail["seeds"].items():
         by = arms["grpo"]
-        cells = [
-            seed,
-            f"{by['before']:.3f} to {by['after']:.3f}",
-            f"{by['greedy_before']:.2f} to {by['greedy_after']:.2f}",
-        ]
-        cells.append(f"{by['searched'][0]:.2f} to {by['searched'][-1]:.2f}")
-        cells.append(f"{by['no_tools_before']:.3f} to {by['no_tools_after']:.3f}")
-        cells += [f"{arms[arm]['before']:.3f} to {arms[arm]['after']:.3f}" for arm in ("shuffled", "no_tools")]
-        rows.append([*cells, f"{arms['warm_start_s'] / 60:.0f} + {by['seconds'] / 60:.0f} min"])
-    tools = ["its searches", "its success without the tool"]
+        greedy, searched = f"{by['greedy_before']:.2f} to {by['greedy_after']:.2f}", by["searched"]
+        others = [cell(by, "no_tools_"), cell(arms["shuffled"]), cell(arms["no_tools"])]
+        minutes = f"{arms['warm_start_s'] / 60:.0f} + {by['seconds'] / 60:.0f}"
+        rows.append([seed, cell(by), greedy, f"{searched[0]:.2f} to {searched[-1]:.2f}", *others, minutes])
+    tools = ["conversations that search", "the same policy without its tool"]
     controls = ["advantages shuffled", "trained without the tool"]
-    return table(["seed", "GRPO", "greedy", *tools, *controls, "warm start + GRPO"], rows)
+    return table(["seed", "GRPO", "greedy", *tools, *controls, "minutes, warm start + GRPO"], rows)
 
 
 def learning() -> str:

@@ -25,6 +25,9 @@ import age
 from record import finish
 from runs import finish_run, last_checkpoint, steps_of
 
+from mtgrpo.record.reading import read_runs
+from mtgrpo.report.content import measurements
+
 RECIPE = ["recipe=wiki_years_tiny", "eval.every_steps=0"]
 SEEDS = (54, 55, 56)  # on which nothing was calibrated
 ARMS = {
@@ -47,20 +50,32 @@ def run_seed(seed: int, root: Path, extra: list[str]) -> dict[str, Any]:
             **{when: summary[f"eval/success/{when}"] for when in ("before", "after")},
             **{f"greedy_{when}": summary[f"eval/greedy/{when}"] for when in ("before", "after")},
             "seconds": summary["time/rl_s"],
+            "gain": gain(folder / arm, "success"),
             "training_success": [round(step["reward/success"], 4) for step in steps],
             "searched": [round(step.get("rollout/tool_rate", 0.0), 4) for step in steps],
         }
         if arm == "grpo":
             found[arm] |= {f"no_tools_{when}": summary[f"eval/no_tools/success/{when}"] for when in ("before", "after")}
+            found[arm]["no_tools_gain"] = gain(folder / arm, "no_tools/success")
+        points, low, high = found[arm]["gain"]
         print(f"seed {seed}, {arm}: {found[arm]['before']:.3f} -> {found[arm]['after']:.3f}", flush=True)
+        print(f"  a gain of {points:+.1f} points ({low:+.1f} to {high:+.1f})", flush=True)
     return found
+
+
+def gain(folder: Path, metric: str) -> list[float]:
+    """How much success rose in a run, in percentage points, and its 95 % interval, compared task by task."""
+    (compared,) = (found.comparison for found in measurements(*read_runs([folder])) if found.metric == metric)
+    assert compared is not None
+    return [
+        round(100 * value, 2) for value in (compared.difference.mean, compared.difference.low, compared.difference.high)
+    ]
 
 
 def gains(found: dict[str, Any]) -> tuple[float, list[float]]:
     """Of GRPO, and of whatever must not gain, in percentage points."""
-    controls = [found[arm]["after"] - found[arm]["before"] for arm in ("shuffled", "no_tools")]
-    controls.append(found["grpo"]["no_tools_after"] - found["grpo"]["no_tools_before"])
-    return 100 * (found["grpo"]["after"] - found["grpo"]["before"]), [100 * gain for gain in controls]
+    controls = [found[arm]["gain"] for arm in ("shuffled", "no_tools")] + [found["grpo"]["no_tools_gain"]]
+    return found["grpo"]["gain"][0], [points for points, _, _ in controls]
 
 
 def main() -> None:

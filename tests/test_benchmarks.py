@@ -614,6 +614,40 @@ def test_the_table_of_algorithms_has_intervals_over_seeds(tmp_path: Path, monkey
     assert "high and low, differ by 0.400 ± 0.000 in the mean over tasks; 1 of 3 pairs do" in said
 
 
+def test_search_is_compared_task_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    search, report = load_file(RECORD.parent / "search.py"), load_file(RECORD.parent / "report.py")
+    (tmp_path / "trajectories").mkdir()
+    names = [f"eval/{name}/{when}" for name in ("success", "no_tools/success") for when in ("before", "after")]
+    (tmp_path / "summary.json").write_text(json.dumps(dict.fromkeys(names, 0.5)))
+    for name, rewards in (
+        ("before", [0, 0, 0, 1]),
+        ("after", [1, 1, 0, 1]),
+        ("before_no_tools", [0] * 4),
+        (
+            "after_no_tools",
+            [0] * 4,
+        ),
+    ):
+        rows = [{"task": str(n), "status": "completed", "reward": reward} for n, reward in enumerate(rewards)]
+        (tmp_path / f"trajectories/evaluation_{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    points, low, high = search.gain(tmp_path, "success")
+    assert points == 50.0 and low < 50 < high
+    assert search.gain(tmp_path, "no_tools/success")[0] == 0.0
+    arms: dict[str, Any] = {
+        arm: {"before": 0.4, "after": 0.8, "gain": [40.0, 31.6, 47.2]} for arm in ("grpo", "shuffled", "no_tools")
+    }
+    arms["grpo"] |= {"greedy_before": 0.0, "greedy_after": 0.95, "searched": [0.5, 0.7, 0.9], "seconds": 120.0}
+    arms["grpo"] |= {"no_tools_before": 0.01, "no_tools_after": 0.0, "no_tools_gain": [-1.0, -4.5, 0.5]}
+    arms["shuffled"]["gain"] = [7.5, 2.9, 12.0]
+    assert search.gains(arms) == (40.0, [7.5, 40.0, -1.0])
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    detail = {"seeds": {"1": arms | {"warm_start_s": 300.0}}}
+    (tmp_path / "search.json").write_text(json.dumps({"ratios": {}, "detail": detail}))
+    row = "| 1 | 0.400 to 0.800 (+32 to +47) | 0.00 to 0.95 | 0.50 to 0.90 | 0.010 to 0.000 (-4 to +0) | "
+    assert f"{row}0.400 to 0.800 (+3 to +12) | " in report.search() and "| 5 + 2 |\n" in report.search()
+
+
 def test_the_first_lesson_is_compared_by_its_rewards_and_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
