@@ -101,11 +101,11 @@ sh(
 # ## Does it learn to search?
 #
 # Four passages teach nothing. With 12,583 paragraphs of Wikipedia (the folder `search_qa` of the project's data, in
-# `$MTGRPO_DATA`) `mtgrpo train recipe=wiki_years_tiny` asks in which year somebody was born. Half of the
-# demonstrations of its warm start search, the others guess a year. Measured on one seed, 60 steps, minutes on two
-# cores: success from .150 to .330 sampled, .010 to .800 greedy; it ends with a search in most conversations. With
-# shuffled advantages, a control, it fell to .010 ([tasks and
-# rewards](../tasks_and_rewards.md#small-recipes-measured)).
+# `$MTGRPO_DATA`) `mtgrpo train recipe=wiki_years_tiny` asks in which year somebody was born or a film was made. Half
+# of the demonstrations of its warm start search, the others guess a year. On three seeds held-out success went from
+# .465 to .865, .425 to .820 and .545 to .875: the policy searches in nine of ten conversations in place of five. Two
+# controls: with shuffled advantages it changed by +.075, -.080 and -.010; without the tool nothing is ever right
+# ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
 #
 # ## What next
 #
