@@ -35,8 +35,8 @@ PROGRESS = re.compile(r"^  conversation +\d+/\d+ .*ETA.*\n", re.MULTILINE)  # wh
 IMPORT = re.compile(r"^from cells import .*\n*", re.MULTILINE)
 HEAD = """\
 Commands are for the terminal: after the [installation](../install.md) type `. .venv/bin/activate` in the project's
-folder, then go to an empty one. Python is for `python`, where an empty line ends a block. All of it is also a
-[Jupyter notebook]({name}.ipynb)."""
+folder, then go to an empty one. Python is for one `python` in that folder, where an empty line ends a block. What
+stands below the name of a file goes into that file. All of it is also a [Jupyter notebook]({name}.ipynb)."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".jsonl": "json"}
 
 

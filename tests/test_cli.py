@@ -1045,8 +1045,9 @@ def test_a_sweep_that_is_ended_leaves_its_run_the_time_to_close(
     )
     process.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(process))
-    code, _, _ = run("train", "seed=1,2", "-m")
+    code, out, _ = run("train", "seed=1,2", "-m")
     assert code == 130
+    assert re.search(r"\nthe sweep goes on by its own command with resume=true hydra\.sweep\.dir=multirun/\S+\n$", out)
     assert (place / "closed").read_text() == "x"
 
 

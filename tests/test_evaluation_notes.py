@@ -33,3 +33,11 @@ def test_failures_and_the_tasks_that_are_left_are_counted() -> None:
         "evaluation: 1 of 2 conversations failed, the first because of OSError: no line",
         "evaluation: of 2 tasks 1 could be measured: its numbers are of those",
     ]
+
+
+def test_rewards_that_never_are_a_success_are_noticed() -> None:
+    paid = said("61")
+    paid.reward = 0.95
+    (note,) = notes(EM(), paid, said("62"))
+    assert note == "evaluation: no success: the best reward is 0.95, and reward.success_at, what success takes, is 1"
+    assert notes(EM(success_at=0.5), paid) == [] and notes(EM(), said("62")) == []

@@ -85,7 +85,7 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(tmp_path: Path) -> N
     path, _ = saved(tmp_path)
     card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "\nbase_model: some/model\n" in card
-    assert "20 steps" in card and "| 0 | 0.250 |\n| 20 | 0.750 |\n" in card and "| 40 |" not in card
+    assert "step 20 of" in card and "| 0 | 0.250 |\n| 20 | 0.750 |\n" in card and "| 40 |" not in card
     assert "| `algorithm` | `grpo` |" in card
 
 
@@ -316,7 +316,15 @@ def test_a_program_says_where_tools_go_that_need_more_than_a_function(
     compile(answering, "tools.py", "exec")
     assert "import mtgrpo" not in program + answering and "write in `use` what the tool {name} answers" in answering
     assert "`tools.py` answers no call yet" in (out / "README.md").read_text()
-    assert "its tools.py answers no call yet: write what `use` gives" in capsys.readouterr().out
+    assert "its tools.py answers no call yet: write what `use` gives. Tools of your own" in capsys.readouterr().out
+
+
+def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], "agent": "python"}})
+    keep_conversations(tmp_path)
+    exported(path, "hf", tmp_path / "out")
+    said = "its tools.py answers no call yet: write what `use` gives, as your agent does, which has the tools\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_without_conversations_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

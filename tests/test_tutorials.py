@@ -201,7 +201,7 @@ def search(printed: str) -> None:
 
 
 def slow_tools(printed: str) -> None:
-    assert {step["rollout/staleness_max"] for step in steps("runs/in_step")} == {0.0}
+    assert {step["rollout/staleness_max"] for step in steps("runs/each")} == {0.0}
     assert {step["rollout/staleness_max"] for step in steps("runs/ahead")} == {0.0, 1.0}
 
 

@@ -25,7 +25,8 @@ FILES = {
     "own.py": (
         "from dataclasses import dataclass\nfrom mtgrpo.rewards import Reward\n\n\n@dataclass\nclass Half(Reward):\n"
         '    """Half."""\n\n    def reward(self, trajectory):\n        return 0.5\n\n\n'
-        "class Sums:\n    pass\n\n\ndef add(a: int) -> int:\n    return a\n"
+        "class Sums:\n    pass\n\n\ndef add(a: int) -> int:\n    return a\n\n\n"
+        'def plus(of: int) -> int:\n    """Adds."""\n    return of\n\n\nadds = plus\n'
     ),
     "broken.py": "x = (\n",
     "missing.py": "import nowhere_at_all\n",
@@ -35,6 +36,11 @@ FILES = {
     "open.yaml": "a: [\n",
     "flow.yaml": "task:\n  examples: [{role: user, content: 1?}, {role: assistant, content: #### 1}]\n",
     "block.yaml": "task:\n  examples:\n  - {role: user, content: 1?}\n  - role: assistant\n    content: #### 1\n",
+    "other_tool.yaml": (
+        "task:\n  examples:\n  - {role: user, content: 1?}\n"
+        "  - {role: assistant, tool_calls: [{name: adds, arguments: {a: 1}}]}\n"
+        "  - {role: tool, name: adds, content: '1'}\n  - {role: assistant, content: '#### 1'}\n"
+    ),
     "no.jinja": "{{ messages[",
     "things/text.txt": "text\n",
     "stage2.json": '{"zero_optimization": {"stage": 2}}',
@@ -103,6 +109,14 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("task=jsonl task.path=good.jsonl task.prompt_template=Solve sft.steps=0", "{prompt}"),
         ("task=jsonl task.path=good.jsonl task.examples=3 sft.steps=0", "task.examples=3"),
         ("task=jsonl task.path=good.jsonl", "has no demonstrations to learn from"),
+        (
+            "recipe=[jsonl,other_tool.yaml] task.path=good.jsonl environment.tools=[own.py:plus]",
+            "'adds' is none of the tools, which are plus; correct it",
+        ),
+        (
+            "recipe=[jsonl,other_tool.yaml] task.path=good.jsonl environment.tools=[own.py:adds]",
+            "'a' is none of the arguments of adds, which are of; correct it",
+        ),
         ("task=jsonl task.path=good.csv sft.steps=0", "< good.csv > good.jsonl"),
         (
             "task=jsonl [good.jsonl,",
@@ -124,7 +138,6 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("chat.template=nofile", "chat.template='nofile'"),
         ("chat.template=no.jinja", "template"),
         ("chat.tools=native", "expected one of"),
-        ("resume=run", "run"),
         ("resume=away/checkpoints/step_000070", "is not a checkpoint"),
         ("resume=torn/checkpoints/step_000002", "damaged"),
         ("resume=true hydra.run.dir=things", "holds other things"),
@@ -212,6 +225,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("environment=code_repair", "has no `tests`"),
         ("condenser=sumarize", "did you mean summarize?"),
         ("condenser=attention engine=server", "condenser"),
+        ("agent=own.py:add", "one, or give agent=python agent.function=FILE.py:NAME"),
         ("agent=python agent.function=away.py:solve", "away.py"),
         ("agent=python agent.function=own.py:solve", "solve"),
         ("agent=python agent.function=own.py:add", "is no function of (task, address): too many positional"),

@@ -53,7 +53,8 @@ plt.show()
 # %% [markdown]
 # ## What next
 #
-# - Train it to the end: `mtgrpo train` takes 25 steps, and two minutes. Another `seed=1` is another run.
+# - Train it to the end: `mtgrpo train` takes 25 steps, and two minutes. `seed=1` gives another run.
 # - Talk to what you have trained: `mtgrpo play checkpoint=runs/first/checkpoints/step_000006`. An empty line takes one
-#   of its tasks. It samples, so it errs now and then; of other questions than its stories it knows nothing.
+#   of its tasks. It samples, so it errs now and then; it knows such stories alone, of two to four steps,
+#   that begin with a number of three digits.
 # - [102](102_read_a_run.md) looks into the folder of a run.

@@ -3,7 +3,8 @@
 #
 # You want to know what happened in a run: whether it learned, what the model did, and what each token was paid.
 #
-# Everything is in the run's folder, as plain files. First a short run to look at:
+# Everything is in the run's folder, as plain files. First a short run to look at. `log=[jsonl]` leaves the terminal
+# silent, for half a minute:
 
 # %%
 import json

@@ -90,7 +90,8 @@ plt.show()
 # ## Five habits
 #
 # 1. Read conversations, above all those with the highest rewards: `mtgrpo show RUN`.
-# 2. Measure what you mean on held-out tasks, by a plain reward that is not the one you train on.
+# 2. Measure what you mean on held-out tasks, by a plain reward that is not the one you train on: `mtgrpo eval
+#    checkpoint=runs/trap/checkpoints/step_000006 reward=numeric`.
 # 3. A reward that every sibling gets teaches nothing: advantages are differences.
 # 4. What cannot be graded is 0 (`raise PolicyError`). What failed through no fault of the model is no 0: raise
 #    anything else, and the trajectory is left out.

@@ -8,7 +8,8 @@
 # be read one by one and added up. All that is needed at any time is the total so far and the last page.
 #
 # To look at contexts no training is needed. So the policy below is no model at all: it reads pages and adds up, by
-# rule. `rollout_with_advantages` asks it for tokens, as it would ask an engine of yours.
+# rule. `rollout_with_advantages` ([the Python interface](../api.md)) plays a conversation with any function that turns
+# tokens into tokens.
 
 # %%
 from cells import file, sh

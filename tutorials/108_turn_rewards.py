@@ -13,7 +13,8 @@
 # | `turn` | how it ended and what was paid from its turn on, compared with the same turn of siblings |
 # | `return_to_go` | the same, compared with whole conversations; `advantage.gamma` counts later pay for less |
 #
-# Any algorithm will do; `cispo` is GRPO with clipped weights in place of clipped gradients.
+# Most algorithms will do ([which](../algorithms.md#advantages)); `cispo` is GRPO with clipped weights in place of
+# clipped gradients.
 
 # %%
 import json

@@ -100,12 +100,13 @@ sh(
 # %% [markdown]
 # ## Does it learn to search?
 #
-# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (the folder `search_qa` of the project's data, in
-# `$MTGRPO_DATA`) `mtgrpo train recipe=wiki_years_tiny` asks in which year somebody was born or a film was made. Half
-# of the demonstrations of its warm start search, the others guess a year. On three seeds held-out success went from
-# .465 to .865, .425 to .820 and .545 to .875: the policy searches in nine of ten conversations in place of five. Two
-# controls: with shuffled advantages it changed by +.075, -.080 and -.010; without the tool nothing is ever right
-# ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
+# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`search_qa/passages.jsonl` in the folder
+# `$MTGRPO_DATA`; they are not published, but any file of passages that begin as Wikipedia's on people and works do will
+# do: `task.path=FOLDER environment.tools.search.corpus=FOLDER/passages.jsonl`) `mtgrpo train recipe=wiki_years_tiny`
+# asks in which year somebody was born or a film was made. Half of the demonstrations of its warm start search, the
+# others guess a year. On three seeds held-out success went from .465 to .865, .425 to .820 and .545 to .875: the policy
+# searches in nine of ten conversations in place of five. Two controls: with shuffled advantages it changed by +.075,
+# -.080 and -.010; without the tool nothing is ever right ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
 #
 # ## What next
 #

@@ -27,7 +27,7 @@ sh(
 # %%
 sh(
     "mtgrpo train faults.latency_s=0.5 trainer.steps=6 rollout.prompts_per_step=8 eval.tasks=1 eval.samples=1 "
-    "eval.every_steps=0 'log=[jsonl]' trainer.deterministic=false hydra.run.dir=runs/in_step"
+    "eval.every_steps=0 'log=[jsonl]' trainer.deterministic=false hydra.run.dir=runs/each"
 )
 
 # %% [markdown]
@@ -56,7 +56,7 @@ NAMES = [
     "rollout/staleness_max",
     "policy/clip_fraction",
 ]
-for folder in ("runs/same_digits", "runs/in_step", "runs/ahead"):
+for folder in ("runs/same_digits", "runs/each", "runs/ahead"):
     rows = steps(folder)[1:]  # the first step compiles and checks
     print(folder, *(f"  {name:26}{sum(row[name] for row in rows) / len(rows):7.3f}" for name in NAMES), sep="\n")
 

@@ -40,7 +40,7 @@ print("exit code", killed.wait())
 
 # %% [markdown]
 # In its folder are a checkpoint and the journal, which has each turn that was sampled since. The same command with
-# `resume=true` goes on:
+# `resume=true` goes on (this one with its lines on the screen):
 
 # %%
 sh(
@@ -62,6 +62,7 @@ for one, other in zip(steps("runs/whole"), steps("runs/killed"), strict=True):
 #
 # ## What next
 #
-# - `checkpoint.every_steps` (10) is what a crash costs at most; what is kept: [durability](../durability.md).
+# - `checkpoint.every_steps` (10) is how many updates a crash costs at most. What is kept:
+#   [durability](../durability.md).
 # - Ctrl-C, SIGTERM and a full disk end a run in order: [what ends a run](../durability.md#what-ends-a-run).
 # - [114](114_sweeps_and_controls.md): several runs.

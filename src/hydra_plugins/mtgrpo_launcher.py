@@ -58,7 +58,11 @@ class ProcessLauncher(Launcher):
                 print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
             line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]
-            code, said = (0, []) if before else _finished(line)
+            try:
+                code, said = (0, []) if before else _finished(line)
+            except KeyboardInterrupt:
+                print(f"the sweep goes on by its own command with resume=true hydra.sweep.dir={shlex.quote(str(root))}")
+                raise
             done = JobReturn(overrides=words, working_dir=str(folder))
             done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
             done.return_value = SystemExit(1) if code else held_out_reward(folder)

@@ -58,6 +58,7 @@ class Agent(Part, ABC, max_requests=">= 1", timeout_s=">= 0 (0 = none)"):
     """Base of all agents."""
 
     active: ClassVar[bool] = True  # whether it takes the place of the environment
+    or_function: ClassVar[str] = ", or give agent=python agent.function=FILE.py:NAME"
     endpoint = cast("Endpoint", None)  # where it sends its requests, while it is open
 
     max_requests: int = 64  # turns sampled in one attempt; then the conversation is truncated

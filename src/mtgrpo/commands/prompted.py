@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 _PARSERS = {"hermes": "hermes", "xml": "qwen3_coder", "llama3_json": "llama3_json"}  # what vLLM calls our formats
 _ELSEWHERE = {*LEFT_OUT, "model", "sft", "checkpoint", "record"}  # what a run was told that is not of its task
-UNANSWERED = (
-    "its tools.py answers no call yet: write what `use` gives. Tools of your own come along where their files are "
-    "below the working folder by the names in the run: export from the folder in which it was started"
+_OF_AN_AGENT = ", as your agent does, which has the tools"
+_NOT_FOUND = (
+    ". Tools of your own come along where their files are below the working folder, by the names in the run: export "
+    "from the folder in which it was started"
 )
 _SETTING = re.compile(r"environment\.tools\.(.+?\.py:\w+|\w+)(?:\.(\w+))?")
 
@@ -138,7 +139,8 @@ def write_prompted(
         (folder / name).write_text(text, encoding="utf-8")
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
-    return use, "" if options or not names else UNANSWERED
+    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _NOT_FOUND
+    return use, "" if options or not names else f"its tools.py answers no call yet: write what `use` gives{left}"
 
 
 def _of_task(name: str) -> str:

@@ -117,7 +117,7 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
     found = find(package, name, base, what)
     if not (inspect.isclass(found) and issubclass(found, base)):
         methods = " and ".join(sorted(getattr(base, "__abstractmethods__", ())))
-        other = f"a {type(found).__name__}; make it the method {methods} of one"
+        other = f"a {type(found).__name__}; make it the method {methods} of one{getattr(base, 'or_function', '')}"
         what = "a class of its own" if inspect.isclass(found) else other
         raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {what}")
     if inspect.isabstract(found):

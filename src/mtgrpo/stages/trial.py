@@ -10,7 +10,7 @@ from itertools import islice
 
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.environments import Environment
+from mtgrpo.environments import Environment, Opening
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
@@ -42,8 +42,8 @@ async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
     environment, reward = experiment.environment, experiment.reward
     async with _left_to_the_run():
         if _begins(environment, running):
-            async with environment.conversation(task):
-                pass
+            async with environment.conversation(task) as (_, opening):
+                _suit(experiment, opening)
     if not running and reward.works_unopened:
         await scores(reward, [_conversation(task, [Message("assistant", "")])])
 
@@ -55,7 +55,8 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
     shown: Sequence[Message] | None = None
     async with _left_to_the_run():
         if _begins(environment, running):
-            async with environment.conversation(task) as (world, _):
+            async with environment.conversation(task) as (world, opening):
+                _suit(experiment, opening)
                 said += (await world.step(said[0])).messages if alone else ()
         shown = experiment.task.demonstration(task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
@@ -65,6 +66,24 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
         what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
         why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
         raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
+
+
+def _suit(experiment: Experiment, opening: Opening) -> None:
+    """Raise ConfigError where worked examples of the user's own make calls that no tool takes."""
+    offered = {tool.name: tool.parameters.get("properties", {}) for tool in opening.tools}
+    worked = () if isinstance(experiment.task.examples, int) else experiment.task.worked
+    for call in (call for message in worked for call in message.tool_calls):
+        takes = offered.get(call.name, {})
+        if call.name not in offered:
+            wrong, what, known = call.name, "tools", offered
+        elif takes and (unknown := call.arguments.keys() - takes):
+            wrong, what, known = min(unknown), f"arguments of {call.name}", takes
+        else:
+            continue
+        raise ConfigError(
+            f"task.examples calls {call.name}({', '.join(call.arguments)}): {wrong!r} is none of the {what}, which are "
+            f"{', '.join(known) or 'none'}; {meant(wrong, known)}correct it"
+        )
 
 
 def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable[Task]) -> list[str]:
