@@ -1108,6 +1108,13 @@ def test_a_sweep_that_goes_on_runs_what_is_missing(run: Run, place: Path, monkey
     assert code == 2 and err.endswith(
         "mtgrpo: all/0 has seed=1, not 2: a sweep goes on by the same command and resume=true\n"
     )
+    sweep = ("train", "hydra.sweep.dir=rewards", "trainer.steps=7", "-m")
+    for expected in (["0 7", "0 7"], []):
+        (place / "calls").write_text("")
+        run(*sweep, "reward=em,f1", "resume=true")
+        assert (place / "calls").read_text().splitlines() == expected
+    code, _, err = run(*sweep, "reward=f1,em", "resume=true")
+    assert code == 2 and "mtgrpo: rewards/0 has reward=em, not f1: a sweep" in err
 
 
 @pytest.mark.real

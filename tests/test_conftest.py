@@ -50,3 +50,6 @@ def test_a_skip_fails_where_everything_is_required(tmp_path: Path, require: str,
 
 def test_every_variation_is_a_test(pytestconfig: pytest.Config) -> None:
     assert not pytestconfig.stash[GONE]
+    tests = Path(__file__).parent
+    lines = (tests / "variations.txt").read_text().splitlines()
+    assert all((tests.parent / line.partition("::")[0]).is_file() for line in lines)

@@ -316,7 +316,15 @@ def test_a_program_says_where_tools_go_that_need_more_than_a_function(
     compile(answering, "tools.py", "exec")
     assert "import mtgrpo" not in program + answering and "write in `use` what the tool {name} answers" in answering
     assert "`tools.py` answers no call yet" in (out / "README.md").read_text()
-    assert "its tools.py answers no call yet: write what `use` gives. Tools of your own" in capsys.readouterr().out
+    assert "its tools.py answers no call yet: write what `use` gives\n" in capsys.readouterr().out
+
+
+def test_tools_that_are_in_another_folder_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = {"environment.tools": '["away.py:calculator"]'}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **tools}})
+    keep_conversations(tmp_path)
+    exported(path, "hf", tmp_path / "out")
+    assert "`use` gives. Tools of your own come along where their files are below" in capsys.readouterr().out
 
 
 def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -531,9 +531,9 @@ def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
 def test_other_settings_are_told(tmp_path: Path) -> None:
     record = tmp_path / ".hydra"
     record.mkdir()
-    (record / "config.yaml").write_text("optimizer: {lr: 1.0e-3}\nresume: ''\nseed: 0\n")
+    (record / "config.yaml").write_text("optimizer: {lr: 1.0e-3}\nresume: ''\nseed: 0\ntask: {min_steps: 2}\n")
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
-    (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\n")
+    (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\ntask: {min_steps: 2}\n")
     ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "optimizer.lr=4e-3")
     assert "is no measure of the new" not in (tmp_path / "notes.txt").read_text()
     steps = [row for row in rows(tmp_path) if row["stage"] == "reinforcement learning"]

@@ -86,10 +86,7 @@ def test_servers_that_answer_with_other_weights_are_said(proven: bool, said: lis
 def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:
     said = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0})
     assert said.startswith("nothing was learned: in no step, of 3,") and "rollout.group_size higher" in said
-    assert (
-        "choose easier tasks, more worked examples (task.examples; an agent's: in its messages)" in said
-        and "harder" not in said
-    )
+    assert "choose easier tasks, more worked examples (task.examples)" in said and "harder" not in said
     solved = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0, TRAINED: 1.0})
     assert "choose harder tasks, a reward" in solved and "easier" not in solved
     assert not in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 2.0}) and not in_vain({"train/steps": 0.0})
@@ -122,16 +119,6 @@ def test_a_task_without_demonstrations_is_not_told_to_show_them() -> None:
 def test_more_worked_examples_are_asked_for_than_there_are() -> None:
     measured = {"eval/groups_with_variance/before": 0.0, "eval/success/before": 0.0}
     assert "task.examples=6" in foreseen(measured, preset("calculator", "task.examples=3"))
-
-
-def test_an_agent_is_shown_examples_in_its_own_messages(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("def solve(task, address): ...\n")
-    measured = {"eval/groups_with_variance/before": 0.0, "eval/success/before": 0.0}
-    words = ("agent=python", f"agent.function={tmp_path}/agent.py:solve", "task.examples=1")
-    experiment = preset("calculator", *words)
-    assert "more worked examples (in the messages of your agent)" in foreseen(measured, experiment)
-    assert "task.examples does not reach an agent: write examples into its own messages" in experiment.notes
-    assert "task.examples does not" not in "".join(preset("calculator", "task.examples=1").notes)
 
 
 def test_a_policy_that_solves_its_tasks_may_be_sure_of_itself() -> None:

@@ -43,6 +43,7 @@ FILES = {
     ),
     "no.jinja": "{{ messages[",
     "things/text.txt": "text\n",
+    "tables/good.csv": "prompt,answer\n1 + 1?,2\n",
     "stage2.json": '{"zero_optimization": {"stage": 2}}',
     "model/config.json": "{",
     "model/tokenizer.json": "{",
@@ -111,13 +112,13 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("task=jsonl task.path=good.jsonl", "has no demonstrations to learn from"),
         (
             "recipe=[jsonl,other_tool.yaml] task.path=good.jsonl environment.tools=[own.py:plus]",
-            "'adds' is none of the tools, which are plus; correct it",
+            "task.examples calls adds(a): there is no tool 'adds'; the tools are: plus; correct it",
         ),
         (
             "recipe=[jsonl,other_tool.yaml] task.path=good.jsonl environment.tools=[own.py:adds]",
-            "'a' is none of the arguments of adds, which are of; correct it",
+            "task.examples calls adds(a): adds has no argument 'a'; its arguments: of; correct it",
         ),
-        ("task=jsonl task.path=good.csv sft.steps=0", "< good.csv > good.jsonl"),
+        ("task=jsonl task.path=tables/good.csv sft.steps=0", "< tables/good.csv > tables/good.jsonl"),
         (
             "task=jsonl [good.jsonl,",
             "cannot read '[good.jsonl,': options are key=value, such as seed=1; a list is one word",

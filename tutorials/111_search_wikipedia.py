@@ -100,18 +100,15 @@ sh(
 # %% [markdown]
 # ## Does it learn to search?
 #
-# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`search_qa/passages.jsonl` in the folder
-# `$MTGRPO_DATA`; they are not published, but any file of passages that begin as Wikipedia's on people and works do will
-# do: `task.path=FOLDER environment.tools.search.corpus=FOLDER/passages.jsonl`) `mtgrpo train recipe=wiki_years_tiny`
-# asks in which year somebody was born or a film was made. Half of the demonstrations of its warm start search, the
-# others guess a year. On three seeds held-out success went from .465 to .865, .425 to .820 and .545 to .875: the policy
-# searches in nine of ten conversations in place of five. Two controls: with shuffled advantages it changed by +.075,
-# -.080 and -.010; without the tool nothing is ever right ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
+# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`$MTGRPO_DATA/search_qa/passages.jsonl`, which is not
+# published; passages that begin as they do on people and works will do: `task.path=FOLDER
+# environment.tools.search.corpus=FOLDER/passages.jsonl`) `mtgrpo train recipe=wiki_years_tiny` asks in which year
+# somebody was born or a film was made. Half of the demonstrations of its warm start search, the others guess. On three
+# seeds held-out success went from .465 to .865, .425 to .820 and .545 to .875; with shuffled advantages it drifted by
+# +.075, -.080 and -.010, and without the tool it is below .02 ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
 #
 # ## What next
 #
-# - Pay a turn for showing the answer: `'reward=[em,evidence]' reward.evidence.answers=true`; see
-#   [108](108_turn_rewards.md).
-# - A real model: `recipe=smollm2_search` on a processor (`mtgrpo data smollm2` first, and the same paragraphs);
-#   `recipe=search_r1_3b` on GPUs.
+# - Pay a turn for showing the answer: `'reward=[em,evidence]' reward.evidence.answers=true` ([108](108_turn_rewards.md)).
+# - A real model: `recipe=smollm2_search` (`mtgrpo data smollm2` first, the same paragraphs), on GPUs `search_r1_3b`.
 # - An index of all of Wikipedia, with Lucene: [the search tool](../tasks_and_rewards.md#the-search-tool).

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mtgrpo.errors import ConfigError, program
-from mtgrpo.record.reading import flat, held_out_reward, read_settings
+from mtgrpo.record.reading import as_typed, flat, held_out_reward, read_settings
 from mtgrpo.runtime.text import printable
 
 OF_SWEEPS = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
@@ -54,14 +55,19 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             config = self._configuration(number, words)
             folder = Path(root, str(config.hydra.sweep.subdir))
-            if before := _is_done(config, folder, varied):
+            chooses = (
+                "Optuna" in self._master.hydra.sweeper._target_
+            )  # by what came before, which a resumed run changes
+            if before := _is_done(config, folder, () if chooses else varied):
                 print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
             line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]
             try:
                 code, said = (0, []) if before else _finished(line)
             except KeyboardInterrupt:
-                print(f"the sweep goes on by its own command with resume=true hydra.sweep.dir={shlex.quote(str(root))}")
+                with suppress(OSError):  # the terminal may be gone
+                    place = shlex.quote(f"hydra.sweep.dir={root}")
+                    print(f"the sweep goes on by its own command with resume=true {place}", flush=True)
                 raise
             done = JobReturn(overrides=words, working_dir=str(folder))
             done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
@@ -88,6 +94,8 @@ def _is_done(config: DictConfig, folder: Path, varied: Iterable[str]) -> bool:
     given: Any = OmegaConf.to_container(config, enum_to_str=True)
     wanted = flat({key: value for key, value in given.items() if key not in ("hydra", "resume", "resume_mode")})
     kept = read_settings(folder)
+    choices = given["hydra"]["runtime"]["choices"].items()
+    wanted |= {group: as_typed(choice) for group, choice in choices if group in kept}
     other = {key for key, value in wanted.items() if kept.get(key, value) != value}
     if swept := sorted(other & {word.partition("=")[0].lstrip("+") for word in varied}):
         was = f"{folder} has {swept[0]}={kept[swept[0]]}, not {wanted[swept[0]]}"

@@ -49,8 +49,9 @@ class Command(Agent, keep_output=">= 0"):
 
     def check_machine(self) -> None:
         program, path = Path(self.argv[0]), self.environment.get("PATH", os.environ.get("PATH"))
-        in_each_folder = "/" in self.argv[0] and not program.is_absolute() and (self.directory or self.files)
-        if not in_each_folder and "{" not in self.argv[0] and shutil.which(program, path=path) is None:
+        relative = "/" in self.argv[0] and not program.is_absolute()  # it is in the folder of each conversation
+        there = self.directory or self.files if relative else shutil.which(program, path=path)
+        if "{" not in self.argv[0] and not there:
             raise ConfigError(f"agent.argv: there is no program {self.argv[0]}; install it, or give its whole path")
 
     @asynccontextmanager

@@ -52,10 +52,13 @@ class Python(Agent):
             raise ConfigError(f"`function={self.function}` names no function: give agent.function=path/to/file.py:name")
         if self.environment and self.isolation is Isolation.thread:
             raise ConfigError("`environment` has no effect in a thread: set agent.isolation=process, or leave it out")
+        function = extension.find("mtgrpo.agents", self.function, Agent)
         try:
-            inspect.signature(extension.find("mtgrpo.agents", self.function, Agent)).bind(Task, Address)
+            inspect.signature(function, follow_wrapped=False).bind(Task, Address)
         except TypeError as error:
             raise ConfigError(f"`function={self.function}` is no function of (task, address): {error}") from error
+        except ValueError:
+            pass  # what is compiled says nothing
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

@@ -65,7 +65,8 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
             best, tools, example, asked = worth, offered, text, row
     (record,) = read_runs([run])
     words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
-    words = words or [f"recipe={settings.get('recipe', 'NAME')}"]
+    if not any(word.startswith("recipe=") for word in words):  # else that of what ships, or of what does not
+        words = [f"recipe={settings.get('recipe', 'NAME')}", *words]
     return Prompted(tools, opening or [], example, asked, words) if example else None
 
 
@@ -139,7 +140,8 @@ def write_prompted(
         (folder / name).write_text(text, encoding="utf-8")
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
-    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _NOT_FOUND
+    own = any(".py:" in f"{key}{value}" for key, value in settings.items() if key.startswith("environment.tools"))
+    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _NOT_FOUND * own
     return use, "" if options or not names else f"its tools.py answers no call yet: write what `use` gives{left}"
 
 

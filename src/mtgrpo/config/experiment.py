@@ -231,8 +231,6 @@ class Experiment:
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
         if self.sft.demonstrations and not self.sft.steps:
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
-        if self.agent.active and self.task.examples:
-            notes.append("task.examples does not reach an agent: write examples into its own messages")
         return [note for note in notes if note]
 
     @property

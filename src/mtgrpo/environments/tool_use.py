@@ -146,13 +146,22 @@ class ToolUse(CallLimits, Environment):
         """What became of a call, what the model sees of it, and why the tool failed."""
         began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
-            hint = meant(call.name[:100], self._offers)
-            text = f"error: there is no tool {call.name!r}; {hint}the tools are: {', '.join(self._offers)}"
-            return CallRecord(call.name, CallOutcome.unknown, began_s=began), text, None
+            return CallRecord(call.name, CallOutcome.unknown, began_s=began), f"error: {self.refusal(call)}", None
         outcome, text, retries, failure = await self._call(call, offer)
         why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""
         record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why, began)
         return record, head_and_tail(text, offer.gate.limits.max_output_chars or len(text)), failure
+
+    def refusal(self, call: ToolCall) -> str:
+        """Why no tool takes a call, in words for the model; "" where one does."""
+        if call.name not in self._offers:
+            hint = meant(call.name[:100], self._offers)
+            return f"there is no tool {call.name!r}; {hint}the tools are: {', '.join(self._offers)}"
+        try:
+            self._offers[call.name].check(call.arguments)
+        except PolicyError as error:
+            return str(error)
+        return ""
 
     async def _call(self, call: ToolCall, offer: _Offer) -> tuple[CallOutcome, str, int, Exception | None]:
         """Make a call, and again where the tool fails: what it led to, the text, how often again, and the failure."""

@@ -117,8 +117,9 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
     found = find(package, name, base, what)
     if not (inspect.isclass(found) and issubclass(found, base)):
         methods = " and ".join(sorted(getattr(base, "__abstractmethods__", ())))
-        other = f"a {type(found).__name__}; make it the method {methods} of one{getattr(base, 'or_function', '')}"
-        what = "a class of its own" if inspect.isclass(found) else other
+        what = "a class of its own" if inspect.isclass(found) else f"a {type(found).__name__}"
+        if inspect.isfunction(found):
+            what += f"; make it the method {methods} of one{getattr(base, 'or_function', '')}"
         raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {what}")
     if inspect.isabstract(found):
         raise ConfigError(

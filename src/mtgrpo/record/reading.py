@@ -148,7 +148,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     values = fit(_yaml(folder / ".hydra" / "config.yaml"), SETTINGS) or {}
     hydra = fit(_yaml(folder / ".hydra" / "hydra.yaml"), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
     choices = hydra.get("hydra", {}).get("runtime", {}).get("choices", {})
-    chosen = {group: _option(choice) for group, choice in choices.items() if group == "recipe" or group in values}
+    chosen = {group: as_typed(choice) for group, choice in choices.items() if group == "recipe" or group in values}
     return {**chosen, **flat(values)}
 
 
@@ -269,6 +269,6 @@ def flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for part in parts for key, text in part.items()}
 
 
-def _option(choice: Any) -> str:
+def as_typed(choice: Any) -> str:
     """The choice of a group as it is typed: a name, or a list of names."""
     return f"[{','.join(map(str, cast('list[Any]', choice)))}]" if isinstance(choice, list) else str(choice)

@@ -155,7 +155,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
         notes.append(f"none of {len(valid)} conversations has an answer where it is looked for: {looks_for}")
     if 0 < (best := max((t.reward for t in valid), default=0.0)) < reward.success_at:
         notes.append(
-            f"no success: the best reward is {best:.3g}, and reward.success_at, what success takes, is "
+            f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
             f"{reward.success_at:g}"
         )
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]

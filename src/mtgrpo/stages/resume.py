@@ -12,7 +12,8 @@ from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
-_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks|eval\.samples)\b")  # success
+_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
+_NEW, _SUCCESS = "not set", "eval/success/before"
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
 
@@ -29,7 +30,8 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
     if found and (other := differences(found.state.get("settings", {}), read_settings(folder))):
         note(f"with other settings than before: {'; '.join(other)}")
-        if measured := ", ".join(line.partition("=")[0] for line in other if _MEASURES.match(line)):
+        measured = ", ".join(line.partition("=")[0] for line in other if _MEASURES.match(line) and _NEW not in line)
+        if measured and _SUCCESS in found.state.get("summary", {}):
             note(f"success before training was measured with the old, and is no measure of the new: {measured}")
     return found
 
@@ -42,7 +44,7 @@ def trained(found: Checkpoint | None) -> int:
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings in which a run differs from what it was, for people."""
     names = (name for name in {**before, **now} if name not in OF_RESUMING)
-    both = ((name, before.get(name, "not set"), now.get(name, "not set")) for name in names if before and now)
+    both = ((name, before.get(name, _NEW), now.get(name, _NEW)) for name in names if before and now)
     return [f"{name}={new} (was {old})" for name, old, new in both if old != new]
 
 
@@ -63,7 +65,7 @@ def _cut_back(folder: Path, found: Checkpoint | None) -> None:
     if metrics.is_file():
         os.truncate(metrics, min(metrics.stat().st_size, state["metrics_bytes"]))
     kept = {f"step_{number:06d}" for number in range(1, step + 1)}
-    measured = "eval/success/before" in state["summary"]
+    measured = _SUCCESS in state["summary"]
     for path in (*(folder / "trajectories").glob("*.jsonl"), *(folder / "tokens").glob("*.npz")):
         if path.stem not in kept and not (measured and path.stem.startswith(BEFORE)):
             path.unlink()

@@ -37,9 +37,7 @@ def foreseen(summary: Metrics, experiment: Experiment) -> str:
     if share * experiment.rollout.prompts_per_step >= 1:
         return ""
     examples, more = experiment.task.examples, "messages of your own as task.examples"
-    if experiment.agent.active:
-        more = "in the messages of your agent"
-    elif isinstance(examples, int) and experiment.task.demonstrates:
+    if isinstance(examples, int) and experiment.task.demonstrates:
         more = f"task.examples={2 * examples or 4}, or your own messages"
     return (
         f"hardly any group will have rewards that differ, so little will be learned: of the held-out tasks, with "
@@ -48,7 +46,7 @@ def foreseen(summary: Metrics, experiment: Experiment) -> str:
     )
 
 
-def _more_variance(success: float, examples: str = "task.examples; an agent's: in its messages") -> str:
+def _more_variance(success: float, examples: str = "task.examples") -> str:
     """What makes the rewards of a group differ, where this is the share that succeeds; examples: how more are shown."""
     start = "another start (sft.steps, model.name)"
     tasks = "harder tasks" if success > 0.5 else f"easier tasks, more worked examples ({examples}), {start}"

@@ -10,7 +10,8 @@ from itertools import islice
 
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.environments import Environment, Opening
+from mtgrpo.environments import Environment
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
@@ -42,8 +43,8 @@ async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
     environment, reward = experiment.environment, experiment.reward
     async with _left_to_the_run():
         if _begins(environment, running):
-            async with environment.conversation(task) as (_, opening):
-                _suit(experiment, opening)
+            async with environment.conversation(task) as (world, _):
+                _suit(experiment, world)
     if not running and reward.works_unopened:
         await scores(reward, [_conversation(task, [Message("assistant", "")])])
 
@@ -55,8 +56,8 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
     shown: Sequence[Message] | None = None
     async with _left_to_the_run():
         if _begins(environment, running):
-            async with environment.conversation(task) as (world, opening):
-                _suit(experiment, opening)
+            async with environment.conversation(task) as (world, _):
+                _suit(experiment, world)
                 said += (await world.step(said[0])).messages if alone else ()
         shown = experiment.task.demonstration(task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
@@ -68,22 +69,13 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
         raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
 
 
-def _suit(experiment: Experiment, opening: Opening) -> None:
-    """Raise ConfigError where worked examples of the user's own make calls that no tool takes."""
-    offered = {tool.name: tool.parameters.get("properties", {}) for tool in opening.tools}
-    worked = () if isinstance(experiment.task.examples, int) else experiment.task.worked
-    for call in (call for message in worked for call in message.tool_calls):
-        takes = offered.get(call.name, {})
-        if call.name not in offered:
-            wrong, what, known = call.name, "tools", offered
-        elif takes and (unknown := call.arguments.keys() - takes):
-            wrong, what, known = min(unknown), f"arguments of {call.name}", takes
-        else:
-            continue
-        raise ConfigError(
-            f"task.examples calls {call.name}({', '.join(call.arguments)}): {wrong!r} is none of the {what}, which are "
-            f"{', '.join(known) or 'none'}; {meant(wrong, known)}correct it"
-        )
+def _suit(experiment: Experiment, world: Environment) -> None:
+    """Raise ConfigError where worked examples of the user's own make calls that none of the tools takes."""
+    if type(world) is not ToolUse or not world.tool_specs or isinstance(experiment.task.examples, int):
+        return  # other environments may have other tools for each task, or none, as a control
+    for call in (call for message in experiment.task.worked for call in message.tool_calls):
+        if why := world.refusal(call):
+            raise ConfigError(f"task.examples calls {call.name}({', '.join(call.arguments)}): {why}; correct it")
 
 
 def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable[Task]) -> list[str]:

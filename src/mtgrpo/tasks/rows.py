@@ -32,7 +32,7 @@ class Columns:
     """Which column of a row holds what. A dot reaches into a nested column: `reward_model.ground_truth`."""
 
     prompt: Text = "prompt"  # a string, or a list of messages
-    messages: Text = "messages"  # a list of {role, content}; used where a row has no prompt
+    messages: Text = "messages"  # a list of {role, content}; where a row has no prompt and none is named
     answer: Text = "answer"  # a string, a number or a list of accepted ones; where absent, that of verl or SkyRL
     id: Text = "id"  # a string or a number; may be absent: the row's number is taken
 
@@ -308,7 +308,7 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
-    named = columns.prompt != Columns.prompt and columns.messages == Columns.messages  # it must be there
+    named = columns.prompt not in ("", Columns.prompt) and columns.messages == Columns.messages  # it must be there
     used = columns.prompt if named or cell(row, columns.prompt) is not None else columns.messages
     prompt = cell(row, used)
     if prompt is None:

@@ -64,7 +64,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError) as error:
         there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))) or "no checkpoints"
         what = f"it has no {STATE}" if path.is_dir() else f"there is no such folder; beside it are {there}"
-        if saved := sorted((path / "checkpoints").glob("step_*")):
+        if saved := sorted((path / "checkpoints").glob("step_*[0-9]")):
             what = f"it is a run; its newest is {saved[-1]}"
         raise ConfigError(f"{path} is not a checkpoint: {what}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
