@@ -292,7 +292,7 @@ def test_a_file_is_taken_along_only_from_below_the_folder_in_which_it_is_typed(
 
 
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path)
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], "recipe": "jsonl"}})
     keep_conversations(tmp_path)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / "metrics.jsonl").touch()
@@ -301,8 +301,8 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     (tmp_path / ".hydra/overrides.yaml").write_text(json.dumps([*left_out[:2], *kept, *left_out[2:]]))
     card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
     lines = [shlex.split(line) for line in card.splitlines() if line.startswith("    mtgrpo ")]
-    assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", *kept]
-    assert lines[1] == ["mtgrpo", "train", "model.name=FOLDER", "sft.steps=0", *kept, "optimizer.lr=1e-06"]
+    assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", "recipe=jsonl", *kept]
+    assert lines[1] == ["mtgrpo", "train", "model.name=FOLDER", "sft.steps=0", "recipe=jsonl", *kept, "optimizer.lr=1e-06"]
 
 
 def test_a_program_says_where_tools_go_that_need_more_than_a_function(

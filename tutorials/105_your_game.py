@@ -107,7 +107,7 @@ sh("mtgrpo show runs/corridor --step 10 --count 1")
 #
 # ## What next
 #
-# - A larger corridor: `environment.length=6`, and other places. Its warning of little variance is of the one held-out place,
-#   the hardest. In `mtgrpo play` an empty line begins a game, and ends it when it is over.
+# - A larger corridor: `environment.length=6`, and other places. Its warning of little variance is of the one held-out
+#   place, the hardest. In `mtgrpo play` an empty line begins a game, and ends it when it is over.
 # - Pay single moves: `Reply(..., reward=...)` at any step; [108](108_turn_rewards.md) uses such rewards.
 # - [Games that exist](../tasks_and_rewards.md#environments): gymnasium, textarena, `recipe=guess_number_tiny`.

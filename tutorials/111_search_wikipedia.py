@@ -100,8 +100,8 @@ sh(
 # %% [markdown]
 # ## Does it learn to search?
 #
-# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`$MTGRPO_DATA/search_qa/passages.jsonl`, which is not
-# published; passages that begin as they do on people and works will do: `task.path=FOLDER
+# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`$MTGRPO_DATA/search_qa/passages.jsonl`, not public;
+# passages that begin as they do on people and works will do: `task.path=FOLDER
 # environment.tools.search.corpus=FOLDER/passages.jsonl`) `mtgrpo train recipe=wiki_years_tiny` asks in which year
 # somebody was born or a film was made. Half of the demonstrations of its warm start search, the others guess. On three
 # seeds held-out success went from .465 to .865, .425 to .820 and .545 to .875; with shuffled advantages it drifted by
@@ -109,6 +109,6 @@ sh(
 #
 # ## What next
 #
-# - Pay a turn for showing the answer: `'reward=[em,evidence]' reward.evidence.answers=true` ([108](108_turn_rewards.md)).
+# - Pay turns that show the answer: `'reward=[em,evidence]' reward.evidence.answers=true` ([108](108_turn_rewards.md)).
 # - A real model: `recipe=smollm2_search` (`mtgrpo data smollm2` first, the same paragraphs), on GPUs `search_r1_3b`.
 # - An index of all of Wikipedia, with Lucene: [the search tool](../tasks_and_rewards.md#the-search-tool).

@@ -65,9 +65,9 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
             best, tools, example, asked = worth, offered, text, row
     (record,) = read_runs([run])
     words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
-    if not any(word.startswith("recipe=") for word in words):  # else that of what ships, or of what does not
-        words = [f"recipe={settings.get('recipe', 'NAME')}", *words]
-    return Prompted(tools, opening or [], example, asked, words) if example else None
+    if "recipe" in settings and not any(word.startswith("recipe=") for word in words):
+        words = [f"recipe={settings['recipe']}", *words]  # with a model's name it would be another one
+    return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"]) if example else None
 
 
 def _conversations(run: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
