@@ -302,7 +302,8 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
     lines = [shlex.split(line) for line in card.splitlines() if line.startswith("    mtgrpo ")]
     assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", "recipe=jsonl", *kept]
-    assert lines[1] == ["mtgrpo", "train", "model.name=FOLDER", "sft.steps=0", "recipe=jsonl", *kept, "optimizer.lr=1e-06"]
+    told = ["model.name=FOLDER", "sft.steps=0", "recipe=jsonl", *kept, "optimizer.lr=1e-06"]
+    assert lines[1] == ["mtgrpo", "train", *told]
 
 
 def test_a_program_says_where_tools_go_that_need_more_than_a_function(

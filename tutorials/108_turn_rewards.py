@@ -13,7 +13,7 @@
 # | `turn` | how it ended and what was paid from its turn on, compared with the same turn of siblings |
 # | `return_to_go` | the same, compared with whole conversations; `advantage.gamma` counts later pay for less |
 #
-# Most algorithms will do ([which](../algorithms.md#advantages)); `cispo` is GRPO with clipped weights in place of
+# Most algorithms will do ([which](../algorithms.md)); `cispo` is GRPO with clipped weights in place of
 # clipped gradients.
 
 # %%
@@ -64,6 +64,6 @@ print("paid for each turn:", mixed[0]["turn_rewards"])
 #
 # ## What next
 #
-# - Which estimator goes with which algorithm, and their formulas: [algorithms](../algorithms.md#advantages).
+# - Which estimator goes with which algorithm, and their formulas: [algorithms](../algorithms.md).
 # - A critic that learns what a state is worth: `algorithm=ppo advantage=gae model.value_head=true`.
 # - [109](109_an_agent_that_exists.md): turns of an agent that you have already.

@@ -91,7 +91,7 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
                 task = example = next(examples)
                 _show("example", task.messages[-1].content)
             person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world, keyboard=keyboard)
-            async with runner.open_conversation("play", task.id, 0) as sample:
+            async with runner.open_conversation("play", task.id, number) as sample:
                 limits = Limits(runner.limits.context_tokens)
                 shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
                 try:
