@@ -103,10 +103,9 @@ sh(
 # Four passages teach nothing. With 12,583 paragraphs of Wikipedia (`$MTGRPO_DATA/search_qa/passages.jsonl`, not public;
 # passages that begin as they do on people and works will do: `task.path=FOLDER
 # environment.tools.search.corpus=FOLDER/passages.jsonl`) `mtgrpo train recipe=wiki_years_tiny` (20 minutes) asks when
-# somebody was born, or from which year a film or song is. Half of the demonstrations of its warm start search, the
-# others guess. On three seeds held-out success went from .465 to .865, .425 to .820 and .545 to .875; with shuffled
-# advantages it drifted by +.075, -.080 and -.010, and without the tool it is below .02
-# ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
+# somebody was born, or from which year a film or song is. Half of its demonstrations search, half guess. On three seeds
+# held-out success went from .465 to .865, .425 to .820 and .545 to .875; with shuffled advantages it drifted by +.075,
+# -.080 and -.010, and without the tool it is below .02 ([benchmarks](../../BENCHMARKS.md#is-search-learned)).
 #
 # ## What next
 #
