@@ -3,7 +3,7 @@
 #
 # You want to know what happened in a run: whether it learned, what the model did, and what each token was paid.
 #
-# Everything is in the run's folder, as plain files. First a short run to look at. `log=[jsonl]` leaves the terminal
+# Everything is in the run's folder, as plain files. First a short run to look at. `'log=[jsonl]'` leaves the terminal
 # silent, for half a minute:
 
 # %%
