@@ -108,7 +108,7 @@ def without_times(value: Any) -> Any:
 
 def conversations(folder: Path) -> dict[str, Any]:
     """All that a run wrote down of them, by file, but when it was."""
-    files = sorted((folder / "trajectories").iterdir())
+    files = sorted((folder / "trajectories").glob("[!.]*"))  # a killed process leaves what it was writing
     return {file.name: [without_times(json.loads(line)) for line in file.read_text().splitlines()] for file in files}
 
 

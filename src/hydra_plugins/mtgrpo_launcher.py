@@ -95,7 +95,7 @@ def _is_done(config: DictConfig, folder: Path, varied: Iterable[str]) -> bool:
     wanted = flat({key: value for key, value in given.items() if key not in ("hydra", "resume", "resume_mode")})
     kept = read_settings(folder)
     choices = given["hydra"]["runtime"]["choices"].items()
-    wanted |= {group: as_typed(choice) for group, choice in choices if group in kept}
+    wanted = {group: as_typed(choice) for group, choice in choices if group in kept} | wanted
     other = {key for key, value in wanted.items() if kept.get(key, value) != value}
     if swept := sorted(other & {word.partition("=")[0].lstrip("+") for word in varied}):
         was = f"{folder} has {swept[0]}={kept[swept[0]]}, not {wanted[swept[0]]}"
