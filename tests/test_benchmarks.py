@@ -624,10 +624,7 @@ def test_search_is_compared_task_by_task(tmp_path: Path, monkeypatch: pytest.Mon
         ("before", [0, 0, 0, 1]),
         ("after", [1, 1, 0, 1]),
         ("before_no_tools", [0] * 4),
-        (
-            "after_no_tools",
-            [0] * 4,
-        ),
+        ("after_no_tools", [0] * 4),
     ):
         rows = [{"task": str(n), "status": "completed", "reward": reward} for n, reward in enumerate(rewards)]
         (tmp_path / f"trajectories/evaluation_{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

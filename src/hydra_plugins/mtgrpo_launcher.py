@@ -55,10 +55,9 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             config = self._configuration(number, words)
             folder = Path(root, str(config.hydra.sweep.subdir))
-            chooses = (
-                "Optuna" in self._master.hydra.sweeper._target_
-            )  # by what came before, which a resumed run changes
-            if before := _is_done(config, folder, () if chooses else varied):
+            # Optuna chooses by what came before, which a run that is made good changes.
+            swept = () if "Optuna" in self._master.hydra.sweeper._target_ else varied
+            if before := _is_done(config, folder, swept):
                 print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
             line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]

