@@ -811,6 +811,7 @@ def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str
     assert "* task=gsm8k " in out and "  task=calculator " in out
     assert "* recipe=gsm8k " in out and "* reward=own.py:Half " in out
     assert max(map(len, out.splitlines())) <= 100
+    assert "  recipe=gsm8k " in run("train", "--help", "recipe=gsm8k_tiny")[1]
     assert max(map(len, cli.USAGE.splitlines())) <= 100
     assert run("eval", "--help", "checkpoint=x", "hydra.run.dir=y")[0] == 0
     code, out, _ = run("train", "--help", "reward=[numeric,em]")

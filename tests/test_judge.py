@@ -25,7 +25,7 @@ TASK = Task("task/1", (Message("user", "What is 1 + 1?"),), answer="2")
 class Server:
     """Answers requests one after the other with the texts, or the statuses, it is given; the last one ever again."""
 
-    def __init__(self, *replies: str | int) -> None:
+    def __init__(self, *replies: str | int | None) -> None:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         left = list(replies)
@@ -39,8 +39,8 @@ class Server:
                 server.keys.append(self.headers["Authorization"])
                 reply = left.pop(0) if len(left) > 1 else left[0]
                 found = {"choices": [{"message": {"role": "assistant", "content": reply}}]}
-                body = json.dumps(found).encode() if isinstance(reply, str) else b"that is not possible"
-                self.send_response(200 if isinstance(reply, str) else reply)
+                body = b"that is not possible" if isinstance(reply, int) else json.dumps(found).encode()
+                self.send_response(reply if isinstance(reply, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -111,8 +111,8 @@ async def test_another_question_has_a_reply_of_its_own(tmp_path: Path) -> None:
             assert totals(await scores(running, saying("two"))) == [0.2]
 
 
-@pytest.mark.parametrize("reply", ["I like it.", "Score: 11", "Score: -1", 500, 429])
-async def test_what_is_no_score_is_asked_again_and_never_kept(reply: str | int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reply", ["I like it.", "Score: 11", "Score: -1", None, 500, 429])
+async def test_what_is_no_score_is_asked_again_and_never_kept(reply: str | int | None, tmp_path: Path) -> None:
     with Server(reply, "The score: 3") as server:
         async with judge(server, tmp_path) as running:
             assert totals(await scores(running, saying("two"))) == [0.3] and len(server.asked) == 2

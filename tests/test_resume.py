@@ -211,7 +211,7 @@ def test_a_run_that_is_not_there_begins_and_one_that_is_done_is_left_as_it_is(tm
 
 
 def test_a_run_goes_on_in_another_folder_and_further(tmp_path: Path, unbroken: Path) -> None:
-    from_there = unbroken / "checkpoints" / "step_000004"
+    from_there = shutil.copytree(unbroken / "checkpoints" / "step_000004", tmp_path / "best")  # of whatever name
     folder = ran(tmp_path / "run", f"resume={from_there}")
     assert rows(folder)[0]["step"] == 5
     last = [row for row in rows(unbroken) if row["step"] == 5]

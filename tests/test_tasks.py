@@ -797,6 +797,8 @@ def test_gsm8k_demonstration_is_the_gold_solution(tmp_path: Path) -> None:
         ([("2+x", "4")], "4"),
         ([("2+2", "4")], "5"),
         ([("2+2", "four")], "4"),
+        ([("2+2", "4")], "four"),
+        ([("2+2", "4")], "4/0"),
     ],
 )
 def test_a_solution_the_calculator_does_not_confirm_is_no_demonstration(
@@ -969,3 +971,14 @@ def test_a_mixture_goes_on_in_its_order_from_wherever_it_was_saved(
         resumed = mixed()
         resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
         assert [task.id for task in resumed] == ids[position:]
+
+
+def test_what_a_source_of_a_mixture_skips_is_noted() -> None:
+    def task(row: int) -> Task:
+        if row:
+            raise ConfigError("row 1 is no task")
+        return Task("0", ())
+
+    stream = MixedStream([IndexedStream(2, task, 0, repeat=False, skips=True)], [1], 0)
+    assert [task.id for task in stream] == ["0"]
+    assert stream.notes == ["what cannot be used is skipped, the first time here: row 1 is no task"]

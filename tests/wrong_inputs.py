@@ -21,6 +21,7 @@ FILES = {
     "list.jsonl": "[1]\n" * 30,
     "other.jsonl": '{"question": "1 + 1?", "solution": "2"}\n' * 30,
     "gold.jsonl": '{"prompt": "1 + 1?", "gold": "2"}\n' * 30,
+    "rules.jsonl": '{"prompt": [{"role": "system", "content": "Be kind."}], "answer": "2"}\n' * 30,
     "text.txt": "text\n",
     "own.py": (
         "from dataclasses import dataclass\nfrom mtgrpo.rewards import Reward\n\n\n@dataclass\nclass Half(Reward):\n"
@@ -29,6 +30,7 @@ FILES = {
         'def plus(of: int) -> int:\n    """Adds."""\n    return of\n\n\nadds = plus\n'
     ),
     "broken.py": "x = (\n",
+    "half.py": "from mtgrpo.rewards.numeric import Numeric\n\n\nclass Half(Numeric):\n    pass\n",
     "missing.py": "import nowhere_at_all\n",
     "mine.yaml": "defaults: [calculator]\nseed: 5\n",
     "wrong.yaml": "seeed: 1\n",
@@ -97,6 +99,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("task=jsonl task.path=cut.jsonl", "not valid JSON"),
         ("task=jsonl task.path=list.jsonl", "JSON object"),
         ("task=jsonl task.path=other.jsonl", "task.columns.prompt"),
+        ("task=jsonl task.path=rules.jsonl sft.steps=0", "has a system message alone; add what the user says"),
         ("task=jsonl task.path=gold.jsonl sft.steps=0", "task.columns.answer=NAME"),
         ("task=jsonl task.path=gold.jsonl sft.steps=0 reward=em", "task.columns.answer=COLUMN"),
         ("task=jsonl task.path=gold.jsonl sft.steps=0 reward=math_verify", "which reward MathVerify wants"),
@@ -124,6 +127,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
             "cannot read '[good.jsonl,': options are key=value, such as seed=1; a list is one word",
         ),
         ("task=jsonl task.path=good.jsonl task.columns.prompt=qestion sft.steps=0", "no column 'qestion'; the columns"),
+        ("reward=composed reward.of=[own.py:Half,half.py:Half]", "reward.of: two are named 'Half'; rename one"),
         ("resume=run", "it is a run; its newest is run/checkpoints/step_000002"),
         ("task=parquet task.path=text.txt sft.steps=0", "text.txt"),
         ("task=gsm8k task.path=away sft.steps=0", "task.path=away"),

@@ -101,7 +101,8 @@ def _recipes(chosen: Any, folders: Sequence[Path]) -> list[str]:
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         said = " ".join(line.lstrip("# ") for line in head if "@package" not in line)
         if not said.startswith(BASE):
-            entries.append(_entry(f"{'*' if name == chosen or name in chosen else ' '} recipe={name}", said))
+            among = [chosen] if isinstance(chosen, str) else chosen
+            entries.append(_entry(f"{'*' if name in among else ' '} recipe={name}", said))
     return entries
 
 

@@ -230,7 +230,10 @@ class OfRewards(Reward, ABC):
         self._parts: dict[str, Reward] = {}
         for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items():
             kind = extension.find_class(__name__, name, Reward)
-            self._parts[name.rpartition(":")[2]] = built(f"reward {name}", kind, self._settings(name, settings))
+            part = name.rpartition(":")[2]
+            if part in self._parts:
+                raise ConfigError(f"reward.of: two are named {part!r}; rename one")
+            self._parts[part] = built(f"reward {name}", kind, self._settings(name, settings))
         self.compares = any(part.compares for part in self.parts)
         if not self._parts:
             raise ConfigError("reward.of is empty: name the rewards that this one goes by: 'reward.of=[numeric]'")

@@ -163,7 +163,7 @@ class Judge(Reward):
                     f"{error.body[:300]}; correct reward.url and reward.model, or put the key in ${self.key}"
                 ) from error
             raise
-        reply = answer["choices"][0]["message"]["content"]
+        reply = answer["choices"][0]["message"]["content"] or ""  # null where thinking took all tokens
         self._replies += 1
         return reply
 

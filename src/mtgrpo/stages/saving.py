@@ -55,7 +55,10 @@ class Saver:
     @property
     def step(self) -> int:
         """That of the checkpoint that was last seen whole; 0 = none, or the beginning."""
-        return int(self.path.name.removesuffix(".replaced").rpartition("_")[2]) if self.path else 0
+        resumed = self._run.resumed
+        if resumed and self.path == resumed.path:  # which may have any name
+            return resumed.step
+        return int(self.path.name.rpartition("_")[2]) if self.path else 0
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint after `step` steps was asked for."""

@@ -55,15 +55,16 @@ def solve_with_calculator(calculations: list[tuple[str, str]], answer: str) -> t
     """
     calculator = Calculator()
     messages: list[Message] = []
-    reply = ""
+    right = False
     for expression, result in calculations:
         try:
             reply = calculator(expression)
             if Fraction(reply) != Fraction(result.strip()):
                 return None
-        except (ToolError, ValueError):
+            right = Fraction(reply) == Fraction(answer)
+        except (ToolError, ValueError, ZeroDivisionError):
             return None
         messages += called("calculator", {"expression": expression}, reply)
-    if not messages or Fraction(reply) != Fraction(answer):
+    if not right:
         return None
     return (*messages, Message("assistant", f"#### {answer}"))

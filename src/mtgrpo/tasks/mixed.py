@@ -77,6 +77,8 @@ class MixedStream:
         self._streams, self._weights, self._seed = streams, list(weights), seed
         self._drawn = 0
         self.notes = [note for stream in streams for note in stream.notes]
+        for stream in streams:
+            stream.notes = self.notes  # where later ones go
         self.epoch = 0  # passes over the source that has had the fewest
         self.endless = all(stream.endless for stream in streams)
 

@@ -385,6 +385,8 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
         wrong = "ends with an empty message"
     if messages and messages[-1].role == "assistant":
         wrong = "ends with an assistant message, so there is nothing left to answer; remove that message"
+    if messages and messages[-1].role == "system":
+        wrong = "has a system message alone; add what the user says"
     if wrong:
         raise ConfigError(f"{where} {wrong}; take another with task.columns.prompt=NAME or task.columns.messages=NAME")
     return messages
