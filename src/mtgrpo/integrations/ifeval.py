@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,36 +21,12 @@ from mtgrpo.tasks.published import Published, text
 from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Task, Trajectory
 
-Given = Mapping[str, Any]  # the arguments of an instruction
-
-# Each kind of instruction, and the names of its arguments.
-KINDS: dict[str, tuple[str, ...]] = {
-    "keywords:existence": ("keywords",),
-    "keywords:forbidden_words": ("forbidden_words",),
-    "keywords:frequency": ("keyword", "frequency", "relation"),
-    "keywords:letter_frequency": ("letter", "let_frequency", "let_relation"),
-    "length_constraints:number_words": ("num_words", "relation"),
-    "length_constraints:number_sentences": ("num_sentences", "relation"),
-    "length_constraints:number_paragraphs": ("num_paragraphs",),
-    "length_constraints:nth_paragraph_first_word": ("num_paragraphs", "nth_paragraph", "first_word"),
-    "detectable_content:number_placeholders": ("num_placeholders",),
-    "detectable_content:postscript": ("postscript_marker",),
-    "detectable_format:number_bullet_lists": ("num_bullets",),
-    "detectable_format:number_highlighted_sections": ("num_highlights",),
-    "detectable_format:multiple_sections": ("section_spliter", "num_sections"),
-    "detectable_format:json_format": (),
-    "detectable_format:title": (),
-    "detectable_format:constrained_response": (),
-    "combination:two_responses": (),
-    "combination:repeat_prompt": ("prompt_to_repeat",),
-    "startend:end_checker": ("end_phrase",),
-    "startend:quotation": (),
-    "punctuation:no_comma": (),
-    "change_case:capital_word_frequency": ("capital_frequency", "capital_relation"),
-    "change_case:english_capital": (),
-    "change_case:english_lowercase": (),
-    "language:response_language": ("language",),
-}
+Check = (  # of a text, by 0 to 3 arguments of an instruction
+    Callable[[str], bool]
+    | Callable[[str, Any], bool]
+    | Callable[[str, Any, Any], bool]
+    | Callable[[str, Any, Any, Any], bool]
+)
 _HELD_OUT = 100  # prompts, of 541
 
 
@@ -137,15 +114,14 @@ def followed(task: Task, text: str) -> list[bool]:
     return [_follows(task, text, kind, given) for kind, given in zip(kinds, arguments, strict=True)]
 
 
-def _follows(task: Task, text: str, kind: str, arguments: Given) -> bool:
+def _follows(task: Task, text: str, kind: str, arguments: Mapping[str, Any]) -> bool:
     if kind not in KINDS:
         raise ConfigError(f"task {task.id}: the instruction {kind!r} is unknown; known: {', '.join(sorted(KINDS))}")
+    check = KINDS[kind]
     given = {name: value for name, value in arguments.items() if value is not None}  # tables fill up with null
     try:
-        if given.keys() != {*KINDS[kind]}:
-            raise TypeError(f"its arguments are {', '.join(KINDS[kind]) or 'none'}")
-        theme, _, name = kind.partition(":")
-        return bool(text.strip()) and _CHECKS[theme](name, text, given)
+        bound = inspect.signature(check).bind(text, **given)
+        return bool(text.strip()) and check(*bound.args)
     except TypeError as error:
         raise ConfigError(f"task {task.id}: the instruction {kind} does not take {given}: {error}") from error
 
@@ -156,63 +132,39 @@ def _related(count: int, relation: str, number: int) -> bool:
     return count >= number if relation == "at least" else count < number
 
 
-def _keywords(name: str, text: str, given: Given) -> bool:
-    """What must occur, or must not: regular expressions, as in the data."""
-    match name, given:
-        case "existence", {"keywords": keywords}:
-            return all(re.search(keyword, text, re.IGNORECASE) for keyword in keywords)
-        case "forbidden_words", {"forbidden_words": words}:
-            return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in words)
-        case "frequency", {"keyword": keyword, "relation": relation, "frequency": number}:
-            return _related(len(re.findall(keyword, text, re.IGNORECASE)), relation, number)
-        case _:  # letter_frequency
-            return _related(text.lower().count(given["letter"].lower()), given["let_relation"], given["let_frequency"])
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Parted by ***; only the first and the last part may be empty, and then do not count."""
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
-def _length(name: str, text: str, given: Given) -> bool:
-    match name, given:
-        case "number_words", {"num_words": number, "relation": relation}:
-            return _related(len(re.findall(r"\w+", text)), relation, number)
-        case "number_sentences", {"num_sentences": number, "relation": relation}:
-            return _related(len(_sentences(text)), relation, number)
-        case "number_paragraphs", {"num_paragraphs": number}:
-            # parted by ***; only the first and the last part may be empty, and then do not count
-            parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-            return all(parts[1:-1]) and sum(map(bool, parts)) == number
-        case _:  # nth_paragraph_first_word: parted by blank lines; the word counts up to a sign of punctuation
-            parts, nth = text.split("\n\n"), given["nth_paragraph"]
-            count = sum(bool(part.strip()) for part in parts)
-            if count != given["num_paragraphs"] or nth > count or not parts[nth - 1].strip():
-                return False
-            word = parts[nth - 1].split()[0].lstrip("'").lstrip('"')
-            return re.split(r"[.,?!'\"]", word)[0].lower() == given["first_word"].lower()
+def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Paragraphs are parted by blank lines; the word counts up to a sign of punctuation."""
+    parts = text.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def _layout(name: str, text: str, given: Given) -> bool:
-    match name, given:
-        case "number_placeholders", {"num_placeholders": number}:  # [parts] that are not broken over lines
-            closed = [part for line in text.split("\n") for part in line.split("]")[:-1]]
-            return sum("[" in part for part in closed) >= number
-        case "postscript", {"postscript_marker": marker}:
-            spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
-            pattern = spelled[marker] if marker in spelled else re.escape(marker.lower())
-            return re.search(pattern, text.lower()) is not None
-        case "number_bullet_lists", {"num_bullets": number}:
-            # lines that begin with a dash, or with a single star; a bare star takes the next line with it
-            return len(re.findall(r"^[^\S\n]*+(?:-|\*[^*]).*$", text, re.MULTILINE)) == number
-        case "number_highlighted_sections", {"num_highlights": number}:  # *parts* and **parts** that hold something
-            single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
-            double = [part.strip() for part in re.findall(r"\*\*([^\n*]*)\*\*", text)]
-            return sum(map(bool, single + double)) >= number
-        case "multiple_sections", {"section_spliter": word, "num_sections": number}:
-            return len(re.findall(rf"{word.strip()}\s?\d+", text)) >= number
-        case "json_format", _:
-            return _is_json(text)
-        case "title", _:  # something between << and >>, on one line
-            titles = [line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n")]
-            return any(title.lstrip("<").rstrip(">").strip() for title in titles)
-        case _:  # constrained_response
-            return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
+def _placeholders(text: str, num_placeholders: int) -> bool:
+    """[parts] that are not broken over lines."""
+    closed = [part for line in text.split("\n") for part in line.split("]")[:-1]]
+    return sum("[" in part for part in closed) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+    pattern = spelled[postscript_marker] if postscript_marker in spelled else re.escape(postscript_marker.lower())
+    return re.search(pattern, text.lower()) is not None
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    """*parts* and **parts** that hold something."""
+    single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
+    double = [part.strip() for part in re.findall(r"\*\*([^\n*]*)\*\*", text)]
+    return sum(map(bool, single + double)) >= num_highlights
 
 
 def _is_json(text: str) -> bool:
@@ -225,45 +177,81 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _whole(name: str, text: str, given: Given) -> bool:
-    text = text.strip()
-    match name, given:
-        case "two_responses", _:  # two different texts parted by six stars; only the first and last part may be empty
-            parts = [part.strip() for part in text.split("******")]
-            texts = [part for part in parts if part]
-            return all(parts[1:-1]) and len(texts) == 2 and texts[0] != texts[1]
-        case "repeat_prompt", {"prompt_to_repeat": prompt}:
-            return text.lower().startswith(prompt.strip().lower())
-        case "end_checker", {"end_phrase": phrase}:
-            return text.strip('"').lower().endswith(phrase.strip().lower())
-        case "quotation", _:
-            return len(text) > 1 and text[0] == text[-1] == '"'
-        case _:  # no_comma
-            return "," not in text
+def _title(text: str) -> bool:
+    """Something between << and >>, on one line."""
+    titles = [line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n")]
+    return any(title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
-def _letters(name: str, text: str, given: Given) -> bool:
-    match name, given:
-        case "capital_word_frequency", {"capital_relation": relation, "capital_frequency": number}:
-            # words as NLTK has them: DON'T is two, WELL-KNOWN is one
-            from nltk.tokenize import NLTKWordTokenizer  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
-            words: list[list[str]] = [NLTKWordTokenizer().tokenize(sentence) for sentence in _sentences(text)]
-            return _related(sum(word.isupper() for sentence in words for word in sentence), relation, number)
-        case "english_capital", _:
-            return text.isupper() and recognised_language(text) in ("en", "")
-        case "english_lowercase", _:
-            return text.islower() and recognised_language(text) in ("en", "")
-        case _:  # response_language; also that of a text in which none can be recognised
-            return recognised_language(text) in (given["language"], "")
+def _two_responses(text: str) -> bool:
+    """Two different texts parted by six stars; only the first and last part may be empty."""
+    parts = [part.strip() for part in text.split("******")]
+    texts = [part for part in parts if part]
+    return all(parts[1:-1]) and len(texts) == 2 and texts[0] != texts[1]
 
 
-_CHECKS = {
-    "keywords": _keywords,
-    "length_constraints": _length,
-    **dict.fromkeys(("detectable_content", "detectable_format"), _layout),
-    **dict.fromkeys(("combination", "startend", "punctuation"), _whole),
-    **dict.fromkeys(("change_case", "language"), _letters),
+def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    """Words as NLTK has them: DON'T is two, WELL-KNOWN is one."""
+    from nltk.tokenize import NLTKWordTokenizer  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    words: list[list[str]] = [NLTKWordTokenizer().tokenize(sentence) for sentence in _sentences(text)]
+    return _related(sum(word.isupper() for sentence in words for word in sentence), capital_relation, capital_frequency)
+
+
+def _is_in(text: str, language: str) -> bool:
+    """Also a text in which no language can be recognised."""
+    return recognised_language(text) in (language, "")
+
+
+# Each kind of instruction, and its check of a text, whose other parameters are named as the instruction's arguments.
+# Keywords and words are regular expressions, as in the data.
+KINDS: dict[str, Check] = {
+    "keywords:existence": lambda text, keywords: all(re.search(one, text, re.IGNORECASE) for one in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _related(
+        len(re.findall(keyword, text, re.IGNORECASE)), relation, frequency
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _related(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: _related(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _related(
+        len(_sentences(text)), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    # lines that begin with a dash, or with a single star; a bare star takes the next line with it
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^[^\S\n]*+(?:-|\*[^*]).*$", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{section_spliter.strip()}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _title,
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+    ),
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None,
+    "punctuation:no_comma": lambda text: "," not in text,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": lambda text: text.isupper() and _is_in(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and _is_in(text, "en"),
+    "language:response_language": _is_in,
 }
 
 
