@@ -47,11 +47,7 @@ class Condenser(Part, ABC, max_condensed_tokens=">= 0"):
     max_condensed_tokens: int = 0  # a context's budget; 0 = environment.max_context_length less a turn
 
     attends: ClassVar[bool] = False  # whether it needs attention, which only engine=local can measure
-
-    @property
-    def active(self) -> bool:
-        """Whether it ever leaves anything out."""
-        return True
+    active = True  # whether it ever leaves anything out
 
     @property
     def name(self) -> str:

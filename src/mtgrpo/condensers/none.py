@@ -12,9 +12,7 @@ from mtgrpo.types import Message
 class Whole(Condenser):
     """Nothing is condensed: a conversation that exceeds environment.max_context_length is truncated."""
 
-    @property
-    def active(self) -> bool:
-        return False
+    active = False
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         return messages_of(conversation.opening, conversation.steps)

@@ -71,6 +71,7 @@ class _Script(Condenser):
     def __init__(self, task: Task, messages: list[Message], chat: Chat, condenser: Condenser) -> None:
         super().__init__(condenser.when, condenser.max_condensed_tokens)
         self._task, self._messages, self._chat, self._condenser = task, messages, chat, condenser
+        self.active = condenser.active
         self._asks = False  # the condenser does: the next message answers it
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
@@ -86,10 +87,6 @@ class _Script(Condenser):
         self._asks = False
         output = self._chat.encode(replace(message, name=""))
         return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
-
-    @property
-    def active(self) -> bool:
-        return self._condenser.active
 
     @property
     def name(self) -> str:
