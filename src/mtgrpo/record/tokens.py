@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,16 +34,6 @@ _HALF = ("entropy", "value", *DIFFERENCES)  # stored as float16, which is exact 
 _MOST = float(np.finfo(np.float16).max)
 _MOST_BYTES = 1 << 30  # of the arrays of a file that is read
 _SPARE = 1 << 28  # bytes that a disk must have left beside the record
-
-
-class KeepTokens(Protocol):
-    """Takes what became of a batch."""
-
-    def __call__(self, trained: Sequence[Trajectory], batch: Batch, paid: Mapping[str, Tensor], /) -> None: ...
-
-
-def keep_none(_trained: Sequence[Trajectory], _batch: Batch, _paid: Mapping[str, Tensor], /) -> None:
-    """Keeps nothing."""
 
 
 class TokenRecorder:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+
+from torch import Tensor
 
 from mtgrpo.advantages.rewards import Rewards, comparable, rewards_of
 from mtgrpo.batch.forest import Batch, build_batch
@@ -16,24 +18,22 @@ from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.witness import GroupEvidence, evidence_of
 from mtgrpo.profile import Profiler
-from mtgrpo.record.tokens import KeepTokens, keep_none
 from mtgrpo.rollout.settings import Difficulty
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
-from mtgrpo.types import Group, Sample, WeightPush
+from mtgrpo.types import Group, Sample, Trajectory, WeightPush
+
+KeepTokens = Callable[[Sequence[Trajectory], Batch, Mapping[str, Tensor]], None]  # takes what became of a batch
 
 
 def make_stream(run: Run, journal: Journal) -> Stream:
     """The groups of a run, written down in `journal`; those that its filter leaves out replaced with `refill`."""
-    experiment = run.experiment
-    chosen, algorithm = experiment.filter, experiment.algorithm
+    experiment, chosen = run.experiment, run.experiment.filter
+    opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
 
     def keeps(group: Group) -> bool:
-        left = comparable([group], algorithm)
-        return bool(left) and not chosen.refuses(left[0], experiment.reward.success_at, algorithm.shaped_reward)
-
-    opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
+        return not _refusal(group, experiment)
 
     @asynccontextmanager
     async def counted(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
@@ -47,20 +47,26 @@ def make_stream(run: Run, journal: Journal) -> Stream:
     return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal, difficulty)
 
 
+def _refusal(group: Group, experiment: Experiment) -> str:
+    """Why a group is not trained, "" where it may be."""
+    left = comparable([group], experiment.algorithm)
+    if not left:
+        return "too few ended without failure to compare"
+    return experiment.filter.refuses(left[0], experiment.reward.success_at, experiment.algorithm.shaped_reward)
+
+
 def untrained(batch: RolloutBatch, experiment: Experiment) -> dict[int, str]:
     """The groups of a batch, by number, that are not trained, and why not."""
-    trained, reasons = set(map(id, batch.trained)), dict[int, str]()
-    for number, group in enumerate(batch.groups):
-        if id(group) not in trained:
-            left = comparable([group], experiment.algorithm)
-            bounds = experiment.reward.success_at, experiment.algorithm.shaped_reward
-            why = experiment.filter.refuses(left[0], *bounds) if left else "too few ended without failure to compare"
-            reasons[number] = why or "the batch was full"
-    return reasons
+    trained = set(map(id, batch.trained))
+    return {
+        number: _refusal(group, experiment) or "the batch was full"
+        for number, group in enumerate(batch.groups)
+        if id(group) not in trained
+    }
 
 
 async def update(
-    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens = keep_none
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens | None = None
 ) -> tuple[Metrics, float, bool]:
     """Train on `groups` while rollouts go on, if they run ahead; else while the engine sleeps.
 
@@ -78,7 +84,7 @@ async def update(
 
 
 async def _train_and_load(
-    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens | None
 ) -> Metrics:
     engine, in_step = run.engine, not run.experiment.rollout.max_staleness
     if in_step:
@@ -93,7 +99,7 @@ async def _train_and_load(
 
 
 async def learn(
-    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens = keep_none
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens | None = None
 ) -> Metrics:
     """One rollout batch: its groups as tensors, then update number `step`."""
     experiment, learning = run.experiment, update_config(run.experiment)
@@ -116,5 +122,6 @@ async def learn(
     batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
     run.trainer.train_s += time.perf_counter() - began
     metrics = await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)
-    keep([t for group in compared for t in group.trajectories], batch, run.trainer.take_record())
+    if keep:
+        keep([t for group in compared for t in group.trajectories], batch, run.trainer.take_record())
     return metrics | {"batch/shared": batch.shared}
