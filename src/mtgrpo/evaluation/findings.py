@@ -61,10 +61,10 @@ class Findings:
         outcomes = [_outcomes(trajectories, reward.success_at) for trajectories in by_task]
         greedy = [_outcomes(trajectories, reward.success_at) for trajectories in _by_task(groups.greedy)]
         samples = min(map(len, outcomes))
-        shares = {"success": mean_over_tasks(outcomes, interval=interval)}
+        shares = {"success": mean_over_tasks(outcomes, interval)}
         for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
-            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k, interval=interval)
-        shares["greedy"] = mean_over_tasks(greedy, interval=interval)
+            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k, interval)
+        shares["greedy"] = mean_over_tasks(greedy, interval)
         best = [best_of_n([t.reward for t in trajectories], samples) for trajectories in by_task]
         answers = [[reward.answer(t) for t in trajectories] for trajectories in by_task]
         votes = list(map(majority_vote, answers, outcomes))
@@ -188,4 +188,4 @@ def _break_down(
     shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))}
     if rest := [outcomes for name in by_size[len(largest) :] for outcomes in parts[name]]:
         shown["other"] = rest
-    return {name: mean_over_tasks(outcomes, interval=interval) for name, outcomes in shown.items()}
+    return {name: mean_over_tasks(outcomes, interval) for name, outcomes in shown.items()}

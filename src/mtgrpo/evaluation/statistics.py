@@ -20,12 +20,13 @@ Floats = NDArray[np.float64]
 Outcomes = Sequence[Sequence[float]]
 _GRID = 1 << 18  # the permutation test is exact where differences sum to so many common divisors at most
 _FLIPS = 20_000  # random sign flips beyond that
+_CONFIDENCE = 0.95  # of every interval
 _ROUNDING = 1e-9  # of a number of outcomes that is whole
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its confidence interval."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -35,7 +36,7 @@ class Estimate:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-Interval = Callable[[float, float, float], Estimate]  # mean, size and confidence -> mean with its interval
+Interval = Callable[[float, float], Estimate]  # mean and size -> mean with its interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def majority_vote(answers: Sequence[str], outcomes: Sequence[float]) -> float:
     return sum(first) / len(first) if first else 0.0
 
 
-def wilson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
+def wilson(mean: float, size: float) -> Estimate:
     """Wilson's score interval (1927) of a mean of `size` independent outcomes in [0, 1]; `size` may be a fraction.
 
     Several samples of a task are not independent: `mean_over_tasks` finds their size. The number of tasks is safe, and
@@ -99,21 +100,21 @@ def wilson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
         raise ValueError(f"Wilson's interval is for outcomes in [0, 1], got a mean of {mean}")
     if size <= 0:
         raise ValueError(f"an interval needs at least one outcome, got {size}")
-    z = NormalDist().inv_cdf((1 + _checked(confidence)) / 2)
+    z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
     centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
     half = z / (1 + z * z / size) * math.sqrt(mean * (1 - mean) / size + (z / (2 * size)) ** 2)
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def clopper_pearson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
-    """The exact interval (1934) of such a mean of outcomes 0 or 1: never covers less than `confidence`, often more.
+def clopper_pearson(mean: float, size: float) -> Estimate:
+    """The exact interval (1934) of such a mean of outcomes 0 or 1: never covers less than 95 %, often more.
 
     Where `size` or the number of successes is a fraction, both are rounded to what gives the wider interval.
     """
     trials = math.floor(size + _ROUNDING)
     if not 0 <= mean <= 1 or trials < 1:
         raise ValueError(f"needs a mean in [0, 1] of at least one outcome, got {mean} of {size}")
-    tail = (1 - _checked(confidence)) / 2
+    tail = (1 - _CONFIDENCE) / 2
     least, most = math.floor(mean * trials + _ROUNDING), math.ceil(mean * trials - _ROUNDING)
     low = _share_of_tail(least, trials, tail) if least else 0.0
     high = 1 - _share_of_tail(trials - most, trials, tail) if most < trials else 1.0
@@ -123,7 +124,7 @@ def clopper_pearson(mean: float, size: float, confidence: float = 0.95) -> Estim
 INTERVALS: dict[str, Interval] = {"wilson": wilson, "clopper_pearson": clopper_pearson}  # by `eval.interval`
 
 
-def mean_over_tasks(outcomes: Outcomes, confidence: float = 0.95, interval: Interval = wilson) -> Estimate:
+def mean_over_tasks(outcomes: Outcomes, interval: Interval = wilson) -> Estimate:
     """The mean over all samples (avg@k) of outcomes in [0, 1], with its interval for samples clustered in tasks.
 
     The size is the effective one: of independent samples whose mean would vary as much as this one does between
@@ -131,10 +132,10 @@ def mean_over_tasks(outcomes: Outcomes, confidence: float = 0.95, interval: Inte
     Raises ValueError for a task without samples or an outcome outside [0, 1].
     """
     means, counts = _by_task(outcomes)
-    return _clustered(means, counts, float(counts.sum()), confidence, interval)
+    return _clustered(means, counts, float(counts.sum()), interval)
 
 
-def mean_pass_at_k(outcomes: Outcomes, k: int, confidence: float = 0.95, interval: Interval = wilson) -> Estimate:
+def mean_pass_at_k(outcomes: Outcomes, k: int, interval: Interval = wilson) -> Estimate:
     """pass@k over tasks of which each has k samples or more, outcomes 0 or 1, with its interval.
 
     Raises ValueError for a task with fewer samples.
@@ -142,10 +143,10 @@ def mean_pass_at_k(outcomes: Outcomes, k: int, confidence: float = 0.95, interva
     _by_task(outcomes)
     values = [pass_at_k(round(sum(of_task)), len(of_task), k) for of_task in outcomes]
     samples = sum(len(of_task) // k for of_task in outcomes)
-    return _clustered(np.array(values), np.ones(len(values)), samples, confidence, interval)
+    return _clustered(np.array(values), np.ones(len(values)), samples, interval)
 
 
-def compare(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Comparison:
+def compare(before: Outcomes, after: Outcomes) -> Comparison:
     """Two policies on the same tasks in the same order: the difference of their means over tasks, interval, p-value.
 
     The p-value is `sign_flip_test`'s. The interval puts together Wilson's of both means and their correlation over
@@ -155,8 +156,8 @@ def compare(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Comp
         raise ValueError(f"both policies need the same tasks, got {len(before)} and {len(after)}")
     (first, first_counts), (second, second_counts) = _by_task(before), _by_task(after)
     equal = np.ones(len(first))
-    a = _clustered(first, equal, float(first_counts.sum()), confidence, wilson)
-    b = _clustered(second, equal, float(second_counts.sum()), confidence, wilson)
+    a = _clustered(first, equal, float(first_counts.sum()), wilson)
+    b = _clustered(second, equal, float(second_counts.sum()), wilson)
     spread = float(first.std() * second.std())
     correlation = float(((first - a.mean) * (second - b.mean)).mean()) / spread if spread else 0.0
 
@@ -235,7 +236,7 @@ def _by_task(outcomes: Outcomes) -> tuple[Floats, Floats]:
     return np.array([sum(of_task) for of_task in outcomes], dtype=np.float64) / counts, counts
 
 
-def _clustered(means: Floats, weights: Floats, samples: float, confidence: float, interval: Interval) -> Estimate:
+def _clustered(means: Floats, weights: Floats, samples: float, interval: Interval) -> Estimate:
     """The interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
     total, tasks = float(weights.sum()), len(means)
     mean = float(weights @ means) / total
@@ -244,7 +245,7 @@ def _clustered(means: Floats, weights: Floats, samples: float, confidence: float
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
     # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
     size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
-    return interval(mean, min(max(size, least), max(samples, least)), confidence)
+    return interval(mean, min(max(size, least), max(samples, least)))
 
 
 def _share_of_tail(successes: int, trials: int, tail: float) -> float:
@@ -260,12 +261,6 @@ def _share_of_tail(successes: int, trials: int, tail: float) -> float:
         else:
             high = middle
     return low
-
-
-def _checked(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be in (0, 1), e.g. 0.95, got {confidence}")
-    return confidence
 
 
 def _check_draws(name: str, draws: int, samples: int) -> None:

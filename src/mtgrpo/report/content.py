@@ -107,14 +107,14 @@ def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -
 
     def estimate(key: str) -> Estimate | None:
         value = run.summary.get(key)
-        return chosen(float(value), tasks, 0.95) if is_number(value) and 0 <= value <= 1 and tasks else None
+        return chosen(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
 
     first, last = estimate(f"eval/{name}/before"), estimate(f"eval/{name}/after") or estimate(f"eval/{name}")
     if not (name.endswith("success") and after):
         return Measurement(name, first, last)
     if before:
-        first = mean_over_tasks(list(before.values()), interval=chosen)
-    last = mean_over_tasks(list(after.values()), interval=chosen)
+        first = mean_over_tasks(list(before.values()), chosen)
+    last = mean_over_tasks(list(after.values()), chosen)
     return Measurement(name, first, last, compare_by_task(before, after))
 
 
