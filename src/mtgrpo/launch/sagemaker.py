@@ -66,11 +66,6 @@ class Job:
         """That it has in AWS."""
         return self.request["TrainingJobName"]
 
-    @property
-    def prefix(self) -> str:
-        """Of its own in the bucket."""
-        return f"mtgrpo/{self.name}"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Check a job, upload what it needs and create it; with --dry-run print the request. Raises ConfigError."""
@@ -238,4 +233,4 @@ def upload(job: Job) -> None:
     with aws(f"bucket={job.bucket}: what the job needs could not be uploaded"):
         for name, content in job.files.items():
             body = content.read_bytes() if isinstance(content, Path) else content
-            s3.put_object(Bucket=job.bucket, Key=f"{job.prefix}/{CODE}/{name}", Body=body)
+            s3.put_object(Bucket=job.bucket, Key=f"mtgrpo/{job.name}/{CODE}/{name}", Body=body)

@@ -36,7 +36,8 @@ class GroundTruth(Composed):
         if task.id in self._answers:
             task = replace(task, answer=self._answers[task.id], metadata={})
         elif self.heuristic and not (task.answer.strip() or task.metadata.get("answers")):
-            return [_looks_answered(trajectory.final) for trajectory in siblings]
+            texts = [trajectory.final for trajectory in siblings]
+            return [float("####" in text or "\\boxed{" in text or last_code_block(text) is not None) for text in texts]
         return await super().rewards([replace(trajectory, task=task) for trajectory in siblings])
 
     def note(self, divide_by_std: bool) -> str:
@@ -45,10 +46,6 @@ class GroundTruth(Composed):
             "the policy may learn to write just that"
         )
         return "; ".join(filter(None, (warning * self.heuristic, super().note(divide_by_std))))
-
-
-def _looks_answered(text: str) -> float:
-    return float("####" in text or "\\boxed{" in text or last_code_block(text) is not None)
 
 
 def _read_answers(name: str) -> dict[str, str]:

@@ -36,11 +36,6 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     return found
 
 
-def trained(found: Checkpoint | None) -> int:
-    """The steps of training that a checkpoint has behind it."""
-    return found.state.get("budget", {}).get("steps", 0) if found else 0
-
-
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings in which a run differs from what it was, for people."""
     names = (name for name in {**before, **now} if name not in OF_RESUMING)

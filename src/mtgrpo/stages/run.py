@@ -38,7 +38,7 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.stages.checks import held_out_tasks, open_tasks, open_tokenizer, task_sets
 from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
-from mtgrpo.stages.resume import take_up, trained
+from mtgrpo.stages.resume import take_up
 from mtgrpo.stages.threads import settle_threads
 from mtgrpo.stages.trial import try_tasks
 from mtgrpo.stages.watchdog import open_watchdog
@@ -98,7 +98,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         if not torch.cuda.is_available():
             keep_freed_memory()
         write_versions(folder, torch.get_num_threads())
-        context = RunContext(folder, early.append, os.environ, read_settings(folder), trained(resumed))
+        step = resumed.state.get("budget", {}).get("steps", 0) if resumed else 0
+        context = RunContext(folder, early.append, os.environ, read_settings(folder), step)
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
         sinks.tell(early)
         context = replace(context, note=sinks.note)
