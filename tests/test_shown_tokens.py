@@ -13,7 +13,7 @@ from rich.console import Console
 from mtgrpo.commands.show import main
 from mtgrpo.commands.shown_tokens import ShownTokens
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.decoding import pieces, special_tokens
+from mtgrpo.record.decoding import pieces
 from recorded import TOKENIZER, encode, make_recorded
 
 BACKEND = TOKENIZER.backend_tokenizer
@@ -116,8 +116,3 @@ def test_bytes_that_never_become_a_character_hold_nothing_up() -> None:
     broken = encode("😀")[0]
     found = pieces(BACKEND, [broken] * 3000)
     assert len(found) == 3000 and set("".join(found)) == {"\ufffd"}
-
-
-def test_special_tokens_are_told_from_text() -> None:
-    special = special_tokens(BACKEND)
-    assert set(encode("<|im_end|>")) <= special and special.isdisjoint(encode("im_end and text"))

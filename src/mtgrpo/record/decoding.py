@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,9 +55,3 @@ def parted(tokenizer: Tokenizer, tokens: Sequence[int], known: int, sampled: int
     lead = min(start, _PENDING)
     context = tokenizer.decode(list(tokens[known:start]), skip_special_tokens=False)
     return context, pieces(tokenizer, tokens[start - lead :])[lead:]
-
-
-def special_tokens(tokenizer: Tokenizer) -> set[int]:
-    """The tokens that the chat template alone writes."""
-    added = json.loads(tokenizer.to_str()).get("added_tokens", [])
-    return {token["id"] for token in added if token.get("special")}
