@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -80,7 +80,7 @@ class Part(Bounded):
         By default the part itself. One that has resources overrides it with an `asynccontextmanager` that opens them,
         yields a copy of itself that holds them, and closes them in `finally`.
         """
-        return _itself(self)
+        return nullcontext(self)
 
     def check(self, experiment: Any) -> None:
         """Raise ConfigError where it cannot be used beside the other parts and settings of `experiment`."""
@@ -92,11 +92,6 @@ class Part(Bounded):
     def opens(self) -> bool:
         """Whether it has resources, which are not there before it is open."""
         return type(self).open is not Part.open
-
-
-@asynccontextmanager
-async def _itself(part: Any) -> AsyncGenerator[Any]:
-    yield part
 
 
 def named(options: Any, what: str, example: str) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,9 +90,8 @@ async def rollout_with_advantages(
     chat = open_chat(tokenizer, experiment.chat)
     longest = experiment.environment.max_context_length or experiment.batch.tokens
 
-    @asynccontextmanager
-    async def conversation(key: Key) -> AsyncGenerator[Sample]:
-        yield _checked(sample, len(tokenizer))
+    def conversation(key: Key) -> AbstractAsyncContextManager[Sample]:
+        return nullcontext(_checked(sample, len(tokenizer)))
 
     group_size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
     with TemporaryDirectory() as folder:
