@@ -465,7 +465,7 @@ def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
     source = Jsonl(path=path, val_files=[str(tmp_path / "b.jsonl")])
     assert "task.val_files=" in error_of(lambda: source.stream(Split.eval, 0))
     assert "no rows for split eval" in error_of(lambda: Jsonl(path=path, eval_fraction=0).stream(Split.eval, 0))
-    assert "task.eval_fraction" in error_of(lambda: Jsonl(path=path, eval_fraction=1).stream(Split.eval, 0))
+    assert "`eval_fraction` must be" in error_of(lambda: Jsonl(path=path, eval_fraction=1).stream(Split.eval, 0))
 
 
 # Parquet

@@ -221,8 +221,8 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
     """
     composed = composed_from(config)
     experiment = composed.experiment
-    if command == "sft" and experiment.sft.steps < 1:
-        raise ConfigError(f"sft.steps={experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER")
+    if command == "sft":
+        experiment.check_sft()
     if command == "train":
         experiment.check_training()
     if command in MEASURES:  # a checkpoint brings its own tokenizer

@@ -331,6 +331,11 @@ class Experiment:
             return self.task
         return Conversations(path=self.sft.demonstrations, eval_fraction=0.0, system_prompt=self.task.system_prompt)
 
+    def check_sft(self) -> None:
+        """Raise ConfigError where a warm start alone would do nothing."""
+        if not self.sft.steps:
+            raise ConfigError("sft.steps=0: there is nothing to do; give sft.steps=NUMBER")
+
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""
         if self.sampling.temperature == 0:

@@ -30,8 +30,7 @@ LEAST_STEPS = 20  # fewer need not show anything
 
 async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
-    if not experiment.sft.steps:
-        raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
+    experiment.check_sft()
     await restarting(experiment, folder, lambda again: _imitate(again, folder))
 
 

@@ -82,7 +82,7 @@ class BadRows(Enum):
 
 
 @dataclass
-class FileSource(TaskSource, ABC):
+class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
     """Base of the sources that read files of the user's own, whatever their format."""
 
     path: File = ""  # a file to train on, or a folder of files
@@ -103,8 +103,6 @@ class FileSource(TaskSource, ABC):
 
         Files that hold no row that can be used are refused whatever it says.
         """
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(f"task.eval_fraction must be in [0, 1), got {self.eval_fraction}")
         alone = split is Split.eval and self.val_files and not (self.path or self.train_files)  # one of `eval.sets`
         held_out = self._resolved(self.val_files, self._given_held_out)
         training = [] if alone else self._training(held_out)
