@@ -23,9 +23,10 @@ from mtgrpo.integrations.triviaqa import TriviaQA
 from mtgrpo.parts.extension import options
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import EM, Convention
+from mtgrpo.runtime.text import boxed
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.gsm8k import Gsm8k
-from mtgrpo.tasks.math import Math, boxed
+from mtgrpo.tasks.math import Math
 from mtgrpo.tasks.mbpp import MBPP
 from mtgrpo.tasks.search_qa import SearchQA
 from mtgrpo.tasks.wiki_years import WikiYears
@@ -206,6 +207,8 @@ PROBLEMS = [
         (r"\boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"$\boxed{ (1, \{2\}) }$", r"(1, \{2\})"),
         (r"\boxed{a}b}", "a"),
+        (r"\boxed {x \in \{1, 2} \}", r"x \in \{1, 2"),
+        (r"\boxed{1 \\} \\}", r"1 \\"),
         (r"\boxed{1", ""),
         (r"\boxed 3", ""),
         (r"\boxed", ""),

@@ -6,10 +6,10 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
+from mtgrpo.runtime.text import boxed
 from mtgrpo.types import Trajectory
 
 _MARKER = "####"
@@ -102,16 +102,8 @@ def stated_number(text: str, require_marker: bool) -> Fraction | None:
     if _MARKER in text:
         return _single_number(text.rpartition(_MARKER)[2].lstrip().partition("\n")[0])
     if _BOX in text:
-        return _single_number(_box_content(text.rpartition(_BOX)[2].lstrip()))
+        return _single_number(boxed(text, 2 * _MAX_STATEMENT))
     return None if require_marker else _last_number(text)
-
-
-def _box_content(text: str) -> str:
-    """What stands between the brace with which `text` begins and its counterpart; "" where one is missing."""
-    braces = list(re.finditer(r"(?<!\\)[{}]", text[: 2 * _MAX_STATEMENT]))
-    depths = accumulate(1 if brace[0] == "{" else -1 for brace in braces)
-    end = next((brace.start() for brace, depth in zip(braces, depths, strict=True) if not depth), 0)
-    return text[1:end] if text.startswith("{") else ""
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -1,12 +1,13 @@
-"""Numbers, times, texts and curves, for people at a terminal."""
+"""Numbers, times, texts and curves, for people at a terminal; what stands in a text."""
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from textwrap import fill
 from typing import TextIO, TypeGuard
 
@@ -42,6 +43,19 @@ def clock(seconds: object) -> str:
 def shorten(text: str) -> str:
     """At most 3,000 characters of it, and how many are left out."""
     return text if len(text) <= _MOST else f"{text[:_MOST]} ... ({len(text) - _MOST:,} more characters)"
+
+
+def boxed(text: str, most: int | None = None) -> str:
+    """What the last \\boxed{} of `text` holds; "" where there is none, or none that closes within `most` characters.
+
+    Braces behind a backslash are signs, which need no counterpart.
+    """
+    _, box, inside = text.rpartition("\\boxed")
+    inside = inside.lstrip()[:most]
+    braces = [found for found in re.finditer(r"\\.|[{}]", inside, re.DOTALL) if found[0] in "{}"]
+    depths = accumulate(1 if brace[0] == "{" else -1 for brace in braces)
+    end = next((brace.start() for brace, depth in zip(braces, depths, strict=True) if not depth), 0)
+    return inside[1:end].strip() if box and inside.startswith("{") else ""
 
 
 def head_and_tail(text: str, most: int) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Prompt
+from mtgrpo.runtime.text import boxed
 from mtgrpo.tasks import Split, user
 from mtgrpo.tasks.published import Published, text
 from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
@@ -60,11 +60,3 @@ class Math(Published):
         metadata = {"solution": solution, "level": row.get("level"), "subject": row.get("subject", row.get("type"))}
         task_id = f"math/{row.get('unique_id') or rows.default_id(index)}"
         return Task(task_id, user(text(row, "problem")), answer, metadata)
-
-
-def boxed(text: str) -> str:
-    """What the last \\boxed{} of `text` holds, braces within it included; "" where there is none that closes."""
-    _, box, inside = text.rpartition("\\boxed")
-    depths = accumulate({"{": 1, "}": -1}.get(character, 0) for character in inside)
-    end = next((index for index, depth in enumerate(depths) if not depth), 0)
-    return inside[1:end].strip() if box else ""
