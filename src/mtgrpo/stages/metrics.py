@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.algorithms import Algorithm
@@ -16,12 +17,6 @@ from mtgrpo.record.writing import page_of
 from mtgrpo.rollout.stream import RolloutBatch
 from mtgrpo.runtime.isolation import count_abandoned_threads
 from mtgrpo.types import CallOutcome, Group, Status, Trajectory
-
-
-def _mean(values: Iterable[float]) -> float:
-    """The mean of one value or more."""
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def _valid(groups: Sequence[Group]) -> list[Trajectory]:
@@ -35,20 +30,20 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
         return {"failed": 1.0}
     limits = Counter(t.reason for t in scored if t.status is Status.TRUNCATED)
     tools = {
-        "tool_error_rate": _mean(t.tool_errors > 0 for t in scored),
-        "tool_timeouts": _mean(t.tool_timeouts for t in scored),
-        "tool_retries": _mean(t.tool_retries for t in scored),
-        "tool_outages": _mean(len(t.outages) for t in scored),
+        "tool_error_rate": fmean(t.tool_errors > 0 for t in scored),
+        "tool_timeouts": fmean(t.tool_timeouts for t in scored),
+        "tool_retries": fmean(t.tool_retries for t in scored),
+        "tool_outages": fmean(len(t.outages) for t in scored),
     }
     return {
-        "success": _mean(t.succeeded(success_at) for t in scored),
-        "reward": _mean(t.reward for t in scored),
-        f"pass@{samples}": _mean(any(t.succeeded(success_at) for t in group.valid) for group in groups if group.valid),
-        "tool_rate": _mean(t.tool_calls > 0 for t in scored),
+        "success": fmean(t.succeeded(success_at) for t in scored),
+        "reward": fmean(t.reward for t in scored),
+        f"pass@{samples}": fmean(any(t.succeeded(success_at) for t in group.valid) for group in groups if group.valid),
+        "tool_rate": fmean(t.tool_calls > 0 for t in scored),
         **(tools if not any(t.led_by_agent for t in scored) else {}),  # agents have tools of their own
-        "turns": _mean(len(t.turns) for t in scored),
-        "sampled_tokens": _mean(t.sampled_tokens for t in scored),
-        "truncated": _mean(t.status is Status.TRUNCATED for t in scored),
+        "turns": fmean(len(t.turns) for t in scored),
+        "sampled_tokens": fmean(t.sampled_tokens for t in scored),
+        "truncated": fmean(t.status is Status.TRUNCATED for t in scored),
         **{f"truncated/{limit}": cut / len(scored) for limit, cut in limits.items()},
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
     }
@@ -57,7 +52,7 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
 def share_that_varies(groups: Sequence[Group], algorithm: Algorithm) -> float:
     """The share of groups whose rewards differ: the others teach nothing."""
     shaped = algorithm.shaped_reward
-    return _mean(len({(shaped(t), *t.turn_rewards) for t in group.valid}) > 1 for group in groups)
+    return fmean(len({(shaped(t), *t.turn_rewards) for t in group.valid}) > 1 for group in groups)
 
 
 def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
@@ -72,14 +67,14 @@ def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
         made = [call for call in of_tools if call.name == name]
         metrics[f"tool/{name}/calls"] = len(made) / len(scored)
         if seen := [call for call in made if call.outcome is not CallOutcome.unseen]:
-            metrics[f"tool/{name}/errors"] = _mean(call.outcome is not CallOutcome.answered for call in seen)
+            metrics[f"tool/{name}/errors"] = fmean(call.outcome is not CallOutcome.answered for call in seen)
             seconds = sorted(call.seconds for call in seen)
             metrics[f"perf/tool/{name}/p50_s"] = seconds[(len(seconds) - 1) // 2]
             metrics[f"perf/tool/{name}/p95_s"] = seconds[(len(seconds) - 1) * 95 // 100]
         for key, called in (("with", True), ("without", False)):
             of = [t.succeeded(success_at) for t in scored if any(call.name == name for call in t.calls) is called]
             if of:
-                metrics[f"tool/{name}/success_{key}"] = _mean(of)
+                metrics[f"tool/{name}/success_{key}"] = fmean(of)
     return metrics
 
 
@@ -123,7 +118,7 @@ def _components(trajectories: Sequence[Trajectory]) -> Metrics:
     """The means of what rewards are made of, where they are composed; each over the trajectories that have it."""
     names = dict.fromkeys(name for t in trajectories for name in t.components)
     amounts = {name: [t.components[name] for t in trajectories if name in t.components] for name in names}
-    return {f"reward/{name}/mean": _mean(amounts[name]) for name in names}
+    return {f"reward/{name}/mean": fmean(amounts[name]) for name in names}
 
 
 def _agents(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -177,16 +172,16 @@ def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metric
     """What a profile says of the conversations of a step: means over those that did not fail, if there are any."""
     trajectories = _valid(groups) or [t for group in groups for t in group.trajectories]
     metrics = {
-        "generation_s_per_conversation": _mean(t.sample_s for t in trajectories),
-        "tools_s_per_conversation": _mean(t.tool_s for t in trajectories),
+        "generation_s_per_conversation": fmean(t.sample_s for t in trajectories),
+        "tools_s_per_conversation": fmean(t.tool_s for t in trajectories),
     }
     if settings.reward:
         metrics["reward_s"] = sum(group.score_s for group in groups)
     if settings.condensation:
         times = max(1, sum(t.condensed for t in trajectories))
         metrics |= {
-            "condensation_s_per_conversation": _mean(t.condense_s for t in trajectories),
-            "condensed_per_conversation": _mean(t.condensed for t in trajectories),
+            "condensation_s_per_conversation": fmean(t.condense_s for t in trajectories),
+            "condensed_per_conversation": fmean(t.condensed for t in trajectories),
             "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
             "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
         }
