@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig
@@ -24,8 +24,11 @@ from mtgrpo.model.traits import Traits, traits
 from mtgrpo.model.value import split_value_head
 
 
-class WeightSource(Protocol):
-    """Gives the present weights, under the names of other libraries; of a model with adapters, the adapters alone."""
+class ModelWeights:
+    """The weights of a model that is in this process; what its methods say holds for every source.
+
+    Present ones, under the names of other libraries; of a model with adapters, the adapters alone.
+    """
 
     version: int  # training steps that the weights have seen
     model_name: str  # its class
@@ -35,18 +38,6 @@ class WeightSource(Protocol):
     size: int  # weights in all, the frozen ones among them
     traits: Traits  # what an engine must know of the model's attention
     cuts_trees: bool  # whether a tree of contexts may be trained in parts that are smaller than its longest context
-
-    @property
-    def changes(self) -> int: ...
-    def here(self) -> ModelWeights: ...
-    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]: ...
-    def logprobs(self, context: Sequence[int]) -> Reference: ...
-    def save(self, folder: Path, dtype: torch.dtype | None = None) -> int: ...
-    def save_config(self, folder: Path) -> None: ...
-
-
-class ModelWeights:
-    """The weights of a model that is in this process; what its methods say holds for every source."""
 
     def __init__(
         self,
@@ -60,9 +51,7 @@ class ModelWeights:
         self.model, self.version, self._changes = model, version, changes
         self._forward, self._writes = forward or partial(reference, model), writes
         self.model_name, self.config, self.dtype = type(model).__name__, model.config, computes_in(model)
-        self.lora: LoraConfig | None = None
-        if has_adapter(model):
-            self.lora = cast(Any, next(iter(model.peft_config.values())))
+        self.lora = cast(Any, next(iter(model.peft_config.values()))) if has_adapter(model) else None
         self.size = sum(map(elements, model.parameters()))
         self.traits, self.cuts_trees = traits(model), cuts_trees(model)
 
@@ -102,7 +91,7 @@ class ModelWeights:
         for name, weight in saved_weights(self.model).items():
             full = whole(weight)  # of a sharded one at a time: all ranks gather it, and one keeps it
             if self._writes:
-                weights[name] = full if dtype is None and full is weight else full.to("cpu", dtype)
+                weights[name] = full.to("cpu", dtype)
         if not self._writes:
             return 0
         if dtype is not None:
@@ -130,3 +119,6 @@ class ModelWeights:
         config = json.loads((folder / CONFIG_NAME).read_text())
         config |= {"architectures": [self.model_name], "tie_word_embeddings": False}
         (folder / CONFIG_NAME).write_text(json.dumps(config))
+
+
+WeightSource = ModelWeights  # or what answers as it does, of weights in other processes

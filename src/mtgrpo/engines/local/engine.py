@@ -216,7 +216,7 @@ class LocalEngine(RunningEngine):
         """
         if not self.shares_weights:
             self._copy_weights(source)
-        elif isinstance(source, ModelWeights) and source.model is self._model:
+        elif source.model is self._model:
             self._source = source
         else:
             raise EngineError(
