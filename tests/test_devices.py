@@ -307,6 +307,7 @@ DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAG
         (DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "batch.token_budget"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "choose distributed_type"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "model.dtype"),
+        (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1,0"}, "CLIPPING=1,0, which is no number: set gradient_clip"),
     ],
 )
 def test_settings_of_accelerate_that_cannot_be_followed_are_refused(variables: dict[str, str], said: str) -> None:

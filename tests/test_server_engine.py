@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from mtgrpo.config.compose import preset
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.server import Server, Sync
+from mtgrpo.engines.local.decoder import copy_bytes
+from mtgrpo.engines.local.serve import cache_share
+from mtgrpo.engines.server import Server, Sync, local
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.engines.server.push import Adapter, Files, Nothing, Proof, ProofError
-from mtgrpo.engines.server.replica import HEAT
+from mtgrpo.engines.server.replica import HEAT, LostError
 from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
@@ -187,6 +189,38 @@ def test_each_server_sees_its_own_gpus(
     assert (placed.replicas, placed.shares_gpu, settings.gpus) == (replicas, shared, ())
     seen = [environment(placed, number)["CUDA_VISIBLE_DEVICES"] for number in range(replicas)]
     assert seen == visible
+    seen = [local.environment(placed, number)["CUDA_VISIBLE_DEVICES"] for number in range(replicas)]
+    assert seen == visible
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "shared", "told"),
+    [
+        (None, False, True, "0.1"),
+        (0.2, False, True, "0.2"),
+        (None, True, True, "0.5"),
+        (None, True, False, "0.9"),
+        (0.7, True, True, "0.7"),
+    ],
+)
+def test_a_server_of_the_local_engine_is_told_the_memory_that_is_planned(
+    given: float | None, gpu: bool, shared: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    settings = Server(kind="local", memory_fraction=given).placed((0,) if gpu else (), shared)
+    words = local.command(settings, "tiny", "float32", 64, [])
+    assert words[words.index("--memory-fraction") + 1] == told
+
+
+def test_of_a_gpu_the_weights_take_their_part_of_a_servers_memory() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    copied = copy_bytes(model, "cuda")
+    assert 0 < copied < weights
+    assert cache_share(0.5, model, 10 * weights, "cuda") == pytest.approx(0.3 - copied / (10 * weights))
+    assert cache_share(None, model, weights, "cuda") is None and cache_share(0.5, model, weights, "cpu") == 0.5
+    with pytest.raises(ConfigError, match=r"engine\.memory_fraction=0\.1 of .* leaves nothing for the KV cache"):
+        cache_share(0.1, model, 10 * weights, "cuda")
 
 
 @pytest.mark.parametrize("settings", [Server(replicas=2), Server(tensor_parallel=2)])
@@ -259,6 +293,60 @@ def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
         asyncio.run(ask())
 
 
+def test_servers_are_looked_after_where_their_machines_cannot_be_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_engine, "HEALTH_S", 0.01)
+    asked: list[str] = []
+
+    class Vague:
+        def is_leaving(self) -> bool:
+            raise RuntimeError("the state of the cluster is away")
+
+    async def answer(method: str, path: str, **_: object) -> None:
+        asked.append(path)
+        if len(asked) == 4:
+            raise LostError("gone")
+
+    async def run() -> None:
+        model = load_model(ModelSettings("tiny"), 0)
+        engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(ModelWeights(model), True, 64, tmp_path)
+        (replica,) = engine._replicas
+        replica.process, replica.ask = Vague(), answer  # type: ignore[assignment]
+        replica.alive, replica.lost = True, asyncio.get_running_loop().create_future()
+        engine._spawn(engine._watch())
+        await asyncio.wait_for(replica.lost, 20)
+        assert [note for note in engine.notes if "looking after" in note] == [
+            "engine: looking after the servers failed, and is tried again: RuntimeError: the state of the cluster is "
+            "away"
+        ]
+        replica.process = None
+        await engine.close()
+
+    asyncio.run(run())
+    assert asked[:4] == ["/health"] * 4
+
+
+def test_a_server_of_the_local_engine_that_shares_a_gpu_sleeps_and_wakes(tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+
+    async def run() -> None:
+        engine = Server(kind="local").start(ModelWeights(model), False, 64, tmp_path)
+        engine._sleeps = True  # as on a GPU
+        try:
+            await engine.load_weights(ModelWeights(model, 0))
+            await engine.sleep()
+            await engine.load_weights(ModelWeights(model, 1))
+            await engine.wake()
+            async with engine.conversation(server_engine.Key(0, "t", "0", 0)) as sample:
+                completion = await sample([5, 6], server_engine.Sampling(max_new_tokens=3))
+            assert completion.versions == [1] * len(completion.tokens) and engine.metrics["servers"] == 1
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 def test_adapters_of_a_run_before_are_unloaded_and_the_base_never_is() -> None:
     asked: list[str] = []
 
@@ -312,6 +400,8 @@ def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> N
         2**28,
         (Phase.sampling,),
     )
+    every = estimate(preset("calculator_from_scratch", *words, "engine.kind=local"), 10**11, "cuda")
+    assert row(every, "server's weights and KV cache").phases == tuple(Phase), "it does not sleep"
     two = Placement(1, (0,), (1,))
     apart = estimate(preset("calculator_from_scratch", *words), 10**11, "cuda", placement=two)
     assert not any(r.name.startswith(("server", "weights on")) for r in apart.rows)

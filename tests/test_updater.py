@@ -415,6 +415,22 @@ def test_the_coefficient_follows_the_target() -> None:
     assert KL(0.5).adapt(0.5, 9.0) == 0.5
 
 
+@pytest.mark.parametrize("target", [0.0, 1e9])
+def test_a_target_is_not_met_by_a_batch_in_which_nothing_was_measured(target: float) -> None:
+    learning = replace(update_config(GRPO()), kl=KL(0.1, target=target))
+    updater = PolicyUpdater(Watched(copy.deepcopy(MODEL)), learning, REFERENCE)
+    batch = build_batch(TRAJECTORIES)
+    groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
+    rewards = rewards_of(groups, GRPO(), batch.trajectory, batch.turn)
+    nothing = replace(rewards, trained=torch.zeros_like(rewards.trained))
+    assert "kl" not in at_once(updater.training(batch, nothing, version=3, seed=0))
+    assert not updater._target_met and updater.kl_coef == 0.1
+    assert "kl" in at_once(updater.training(batch, rewards, version=3, seed=0))
+    assert not updater._target_met and updater.kl_coef == 0.1, (
+        "the first that is measured is far below, or there is none"
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "step", "share"),
     [

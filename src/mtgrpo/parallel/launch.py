@@ -57,12 +57,19 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     elif uses_deepspeed:
         said = Zero3(deepspeed_config=environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
     norm = _says(environ, "ACCELERATE_GRADIENT_CLIPPING")
+    try:
+        max_grad_norm = float(norm) if norm not in ("", "auto", "none") else None
+    except ValueError:
+        raise ConfigError(
+            f"accelerate launch says ACCELERATE_GRADIENT_CLIPPING={norm}, which is no number: set gradient_clipping to "
+            "a number, auto or none"
+        ) from None
     return Launch(
         ranks=ranks,
         local=_count(environ, "LOCAL_WORLD_SIZE"),
         parallel=said,
         precision=_says(environ, "ACCELERATE_MIXED_PRECISION") or "no",
-        max_grad_norm=float(norm) if norm not in ("", "auto", "none") else None,
+        max_grad_norm=max_grad_norm,
     )
 
 

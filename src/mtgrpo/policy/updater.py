@@ -112,10 +112,10 @@ class PolicyUpdater:
         self.record = objective.record() if learning.records else {}
         if learning.scores_after:
             self.record["after"] = (yield from self.policy.scoring(batch, objective.entries)).logp
-        measured = metrics.get("kl", learning.kl.target)
-        self._target_met |= measured >= learning.kl.target
-        if self._target_met:  # before, it would only fall, and be too low when the target is met
-            self.kl_coef = learning.kl.adapt(self.kl_coef, measured)
+        if learning.kl.target and "kl" in metrics:  # else nothing was measured
+            self._target_met |= metrics["kl"] >= learning.kl.target
+            if self._target_met:  # before, it would only fall, and be too low when the target is met
+                self.kl_coef = learning.kl.adapt(self.kl_coef, metrics["kl"])
         self.move_reference(version + 1)
         if learning.exact:
             self.policy.judge(metrics.get(WORST_MISMATCH, 0.0), MISMATCH)

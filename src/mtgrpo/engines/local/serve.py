@@ -10,15 +10,20 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
+from transformers import PreTrainedModel
 
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.engines.local.kv_cache import memory_bytes
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import DType, Head, ModelSettings
 from mtgrpo.runtime.files import strict_json
@@ -75,7 +80,9 @@ class LocalServer:
         async with self._turn:
             model = await asyncio.to_thread(load_model, settings, 0)
             if self._engine is None:
-                engine = self._settings.start(ModelWeights(model), False, self._longest)
+                fraction, memory = self._settings.memory_fraction, memory_bytes(model.device)
+                share = cache_share(fraction, model, memory, model.device.type)
+                engine = replace(self._settings, memory_fraction=share).start(ModelWeights(model), False, self._longest)
                 engine.shares_weights = False  # later ones are copied into its own
                 self._engine = engine
             else:
@@ -120,6 +127,23 @@ def _choice(completion: Completion, sampling: Sampling, label: str) -> dict[str,
     }
 
 
+def cache_share(fraction: float | None, model: PreTrainedModel, memory: int, device_type: str) -> float | None:
+    """What is left for the KV cache of `fraction` of a device's `memory` bytes; without a GPU it is all for that.
+
+    Of a GPU the weights take their part twice, while new ones are read, and so does the copy to decode from. Raises
+    ConfigError where nothing is left.
+    """
+    if fraction is None or device_type != "cuda":
+        return fraction
+    taken = 2 * sum(weight.nbytes for weight in model.parameters()) + copy_bytes(model, device_type)
+    if (left := fraction - taken / memory) <= 0:
+        raise ConfigError(
+            f"engine.memory_fraction={fraction:g} of {memory / 1e9:.0f} GB leaves nothing for the KV cache beside the "
+            f"weights, {taken / 1e9:.1f} GB while new ones are read: set it higher"
+        )
+    return left
+
+
 async def serve(server: LocalServer, arguments: argparse.Namespace) -> None:
     """Listen, until the process is ended."""
     known = server.routes()
@@ -151,7 +175,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[dtype.name for dtype in DType], default=DType.auto.name)
     parser.add_argument("--head", choices=[head.name for head in Head], default=Head.fp32.name)
     parser.add_argument("--max-model-len", type=int, required=True, help="tokens of the longest context")
-    parser.add_argument("--memory-fraction", type=float)
+    parser.add_argument("--memory-fraction", type=float, help="of a GPU's for all, else for the cache")
     parser.add_argument("--no-compiled", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

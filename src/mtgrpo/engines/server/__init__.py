@@ -30,7 +30,7 @@ VLLM = "vllm"  # a kind of server that is started
 VLLM_VERSION = "0.32.0"  # that was tried; scripts/vllm_cpu.sh and launch/sagemaker.py install it
 OWN = "local"  # the other kind that is: of the local engine
 MAX_NAMED_TOKENS = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
-VLLM_FRACTION = 0.9  # what vLLM takes of a GPU by itself
+GPU_FRACTION = 0.9  # what vLLM takes of a GPU by itself, and a server of the local engine is given
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
@@ -192,7 +192,7 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
         if demand.device_type != "cuda":
             return [], self
         here = 1 if len(self.gpus) > 1 else self.replicas  # servers on this GPU
-        taken = here * int((self.fraction or VLLM_FRACTION) * demand.device_bytes)
+        taken = here * int((self.fraction or GPU_FRACTION) * demand.device_bytes)
         least = sum(weight.numel() for weight in demand.model.parameters()) * 2 // self.tensor_parallel  # in 16 bits
         if taken <= here * least:
             raise ConfigError(
@@ -202,7 +202,7 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
         way = [Item("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))]  # after an update, before sampling
         return [
             Item("server's libraries and context", here * demand.process_bytes),
-            Item("server's weights and KV cache", taken, demand.phases),
+            Item("server's weights and KV cache", taken, tuple(Phase) if self.kind == OWN else demand.phases),
             *(way if demand.trains else []),
         ], self
 

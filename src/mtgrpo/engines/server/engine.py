@@ -275,10 +275,17 @@ class ServerEngine(RunningEngine):
 
     async def _watch(self) -> None:
         """Find servers that are lost while nobody asks them for anything, or that hang."""
+        noted = False
         while True:
             await asyncio.sleep(HEALTH_S)
-            await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=ANSWER_TIMEOUT_S))
-            await self._each(self._leave)
+            try:
+                await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=ANSWER_TIMEOUT_S))
+                await self._each(self._leave)
+            except Exception as error:  # of a cluster, say, that cannot be asked
+                if not noted:
+                    what = f"{type(error).__name__}: {error}"
+                    self.notes.append(f"engine: looking after the servers failed, and is tried again: {what}")
+                noted = True
 
     async def _leave(self, replica: Replica) -> None:
         """Empty a server whose machine is about to go, where others are there; once it is, it begins anew elsewhere."""

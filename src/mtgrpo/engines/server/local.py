@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mtgrpo.engines.server import Server
-from mtgrpo.engines.server.vllm import VLLM
+import torch
+
+from mtgrpo.engines.server import GPU_FRACTION, Server
+from mtgrpo.engines.server.vllm import CPU_CACHE, VLLM, visible_gpus
 from mtgrpo.runtime.resources import openmp_settings, threads_each
 
 
@@ -15,6 +17,13 @@ class Own(VLLM):
 
     seeds = 2**64
 
+    async def sleep(self) -> None:
+        """See `Replica.sleep`: it keeps what it has, as the memory plan says."""
+        return
+
+    async def wake(self) -> None:
+        return
+
 
 def command(
     settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
@@ -22,10 +31,11 @@ def command(
     """See `vllm.command`; it reads what it serves when it is told to."""
     words = ["-m", "mtgrpo.engines.local.serve", "--dtype", dtype, *place]
     words += ["--max-model-len", str(longest)] if longest else []
-    words += ["--memory-fraction", str(settings.memory_fraction)] if settings.memory_fraction else []
+    on_gpu = settings.fraction or GPU_FRACTION
+    words += ["--memory-fraction", str(on_gpu if torch.cuda.is_available() else settings.memory_fraction or CPU_CACHE)]
     return [*words, *settings.arguments]
 
 
 def environment(settings: Server, number: int) -> dict[str, str]:
     """The variables of server `number`."""
-    return {**os.environ, **openmp_settings(threads_each(settings.replicas))}
+    return {**os.environ, **openmp_settings(threads_each(settings.replicas)), **visible_gpus(settings, number)}

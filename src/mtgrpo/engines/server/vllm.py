@@ -170,8 +170,13 @@ def environment(settings: Server, number: int) -> dict[str, str]:
         preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, **SLEEP, **preload, **variables}
-    if settings.gpus:  # as this process counts them
-        names = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(settings.gpus) + 1)))
-        mine = settings.gpus[number * settings.tensor_parallel :][: settings.tensor_parallel] or settings.gpus
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names.split(",")[gpu] for gpu in mine)
-    return variables
+    return variables | visible_gpus(settings, number)
+
+
+def visible_gpus(settings: Server, number: int) -> dict[str, str]:
+    """The variable by which server `number` sees its own GPUs alone; {} where it has none of its own."""
+    if not settings.gpus:  # as this process counts them
+        return {}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(settings.gpus) + 1)))
+    mine = settings.gpus[number * settings.tensor_parallel :][: settings.tensor_parallel] or settings.gpus
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names.split(",")[gpu] for gpu in mine)}
