@@ -531,6 +531,7 @@ def test_folders_and_recipes_that_are_something_else_are_named(run: Run, place: 
         [Path("model/config.json")],
     )
     Path("run/checkpoints/step_000003").mkdir(parents=True)
+    Path("run/checkpoints/step_000003.replaced").mkdir()  # as a crash leaves it
     code, _, err = run("eval", "checkpoint=run")
     assert code == 2 and err.endswith("run/checkpoints/step_000003\n") and "checkpoint=run is a run" in err
     Path("rows.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')

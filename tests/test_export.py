@@ -14,13 +14,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mtgrpo import cli
+from mtgrpo import cli, preset
 from mtgrpo.commands import export
 from mtgrpo.environments.tool_use import OutageError
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import LoRA, ModelSettings
 from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.stages.trainer import next_commands
 from mtgrpo.weights import checkpoint
 from mtgrpo.weights.saved import TRAINING_FILES
 from saving import save_model
@@ -93,6 +94,14 @@ def test_the_card_has_what_a_run_measured_after_its_last_checkpoint(tmp_path: Pa
     path, _ = saved(tmp_path)
     (tmp_path / "summary.json").write_text('{"train/steps": 20, "eval/success/after": 0.875}')
     assert "| 0 | 0.250 |\n| 20 | 0.875 |\n" in (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+
+
+def test_the_newest_checkpoint_of_a_run_is_not_what_a_crash_left_beside_it(tmp_path: Path) -> None:
+    for name in ("step_000001", "step_000002", "step_000002.replaced"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="checkpoints/step_000002 is not a checkpoint"):
+        export.main([str(tmp_path), "--out", str(tmp_path / "out")])
+    assert f"play checkpoint={tmp_path}/checkpoints/step_000002  " in next_commands(tmp_path, preset("calculator"))
 
 
 @pytest.mark.parametrize(

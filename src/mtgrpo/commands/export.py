@@ -19,7 +19,7 @@ from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime.files import put_whole
 from mtgrpo.stages.resume import final_results
-from mtgrpo.weights.saved import STATE, TRAINING_FILES, Checkpoint, read_checkpoint
+from mtgrpo.weights.saved import STATE, TRAINING_FILES, Checkpoint, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         count = write_conversations(args.checkpoint, args.step, args.to, out, args.dry_run)
         print(f"{count} conversations: {out}" if not args.dry_run else f"{count} conversations would be written")
         return 0
-    saved = sorted((args.checkpoint / "checkpoints").glob("step_*"))  # those of a run
-    point = read_checkpoint(saved[-1] if saved else args.checkpoint)
+    point = read_checkpoint(newest_of(args.checkpoint) or args.checkpoint)
     adapted = _ADAPTER_CONFIG in point.files
     if adapted != (args.to != "hf"):
         held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")

@@ -20,6 +20,7 @@ from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import LOCK, last_written
 from mtgrpo.runtime.plain_yaml import read_bounded
+from mtgrpo.weights.saved import newest_of
 
 CHECKPOINTS = "checkpoints/step_*"
 LEFT_OUT = {"hydra", "log", "resume", "resume_mode", "devices", "parallel"}
@@ -76,8 +77,8 @@ def checkpoint_folder(given: str) -> Path:
     path = (last_written(CHECKPOINTS) if given == "latest" else Path(given)).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
-    if saved := sorted((path / "checkpoints").glob("step_*")):
-        raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={saved[-1]}")
+    if newest := newest_of(path):
+        raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={newest}")
     if (path / ".hydra" / "config.yaml").is_file():
         raise ConfigError(f"checkpoint={given} is a run without a checkpoint; with resume=true it makes them anew")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():

@@ -36,6 +36,7 @@ from mtgrpo.stages.threads import Neighbours
 from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, foreseen, in_vain
 from mtgrpo.stages.update import make_stream, untrained, update
 from mtgrpo.types import LEARNING
+from mtgrpo.weights.saved import newest_of
 
 
 async def run_training(experiment: Experiment, folder: Path) -> None:
@@ -53,10 +54,9 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
 
 def next_commands(folder: Path, experiment: Experiment) -> str:
     """What to try with a run that has ended."""
-    saved = sorted((folder / "checkpoints").glob("step_*"))
     said = [f"show {quote(str(folder))}   # its conversations", f"report {quote(str(folder))}   # all on a page"]
-    if saved:
-        checkpoint = quote(f"checkpoint={saved[-1]}")
+    if newest := newest_of(folder):
+        checkpoint = quote(f"checkpoint={newest}")
         serves = f"serve {checkpoint}   # an endpoint for your agent, as in training"
         said.append(serves if experiment.agent.active else f"play {checkpoint}   # talk to it")
     return "\n  ".join(["try next:", *(f"{program()} {words}" for words in said)])

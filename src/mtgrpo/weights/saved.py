@@ -64,8 +64,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError) as error:
         there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))) or "no checkpoints"
         what = f"it has no {STATE}" if path.is_dir() else f"there is no such folder; beside it are {there}"
-        if saved := sorted((path / "checkpoints").glob("step_*[0-9]")):
-            what = f"it is a run; its newest is {saved[-1]}"
+        if newest := newest_of(path):
+            what = f"it is a run; its newest is {newest}"
         raise ConfigError(f"{path} is not a checkpoint: {what}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damage(path / STATE, "it cannot be read") from error
@@ -95,6 +95,11 @@ def find_steps(checkpoints: Path) -> dict[int, Path]:
         if match and path.is_dir():
             by_step[int(match[1])] = path
     return by_step
+
+
+def newest_of(run: Path) -> Path | None:
+    """The folder of the highest step that the folder of a run has, whole or not; None where there is none."""
+    return max(find_steps(run / "checkpoints").items(), default=(0, None))[1]
 
 
 def sha256_of(path: Path) -> str:
