@@ -28,18 +28,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable it gets; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="check the run and print the commands, start nothing")
     args = parser.parse_intermixed_args(arguments)
-    compose(parse(args.words)).experiment.check_training()
+    words = parse(args.words)
+    compose(words).experiment.check_training()
     source, here = Path(mtgrpo.__file__).parents[2], Path.cwd()
     if not (source / "Dockerfile").is_file():
         raise ConfigError(f"there is no Dockerfile in {source}: install mtgrpo from its source, pip install -e .")
-    named = [word for word in args.words if word.startswith("hydra.run.dir=")]
-    run = here / (named[-1].partition("=")[2] if named else time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
+    named = [word for word in words if word.key_or_group == "hydra.run.dir"]
+    run = here / Path(str(named[-1].value()) if named else time.strftime("outputs/%Y-%m-%d/%H-%M-%S")).expanduser()
     torch, gpus = ("gpu", ["--gpus", args.gpus, "--ipc=host"]) if args.gpus else ("cpu", [])
     image = "-".join([f"mtgrpo:{torch}", *args.extras.split(",")]).rstrip("-")
     build = ["docker", "build", f"--build-arg=TORCH={torch}", f"--build-arg=EXTRAS={args.extras}", f"-t={image}"]
     start = ["docker", "run", "--rm", "--init", *gpus, *(f"--env={name}" for name in args.env)]
     start += [f"-v={here}:{here}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={here}", image, "train"]
-    start += [*(word for word in args.words if word not in named), f"hydra.run.dir={run}"]
+    start += [*(str(word.input_line) for word in words if word not in named), f"hydra.run.dir={run}"]
     if args.dry_run:
         print(f"{shlex.join([*build, str(source)])}\n{shlex.join(start)}")
         return 0
