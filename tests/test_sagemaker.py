@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
@@ -378,6 +380,35 @@ def test_the_run_is_started_as_the_job_says() -> None:
     assert (
         found["SM_CURRENT_HOST_RANK"] == "1" and found["NCCL_SOCKET_IFNAME"] == "eth0" and found["SM_HOST_COUNT"] == "2"
     )
+
+
+def test_the_end_of_a_job_may_be_told_when_its_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sagemaker_entry, "CODE", tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert sagemaker_entry.train([sys.executable, "-c", "print(1)"], os.environ) == (0, False, ["1"])
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("left", "taken"),
+    [
+        (["step_000001", "step_000002", "step_000002.replaced"], "step_000002"),
+        (["step_000001", "step_000002.replaced"], "step_000002.replaced"),
+    ],
+)
+def test_the_model_of_a_job_is_its_newest_checkpoint(
+    left: list[str], taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a crash left one beside its replacement, or alone."""
+    for name in left:
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+    monkeypatch.setattr(sagemaker_entry, "RUN", tmp_path / "run")
+    monkeypatch.setattr(sagemaker_entry, "MODEL", tmp_path)
+    with pytest.raises(sagemaker_entry.JobError, match=f"checkpoints/{taken} is not a checkpoint: it has no state"):
+        sagemaker_entry.publish()
 
 
 @pytest.mark.parametrize(

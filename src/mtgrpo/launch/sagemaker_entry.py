@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -160,33 +161,35 @@ def train(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bo
 
     def end(number: int, _: object) -> None:
         told.append(number)
-        os.killpg(process.pid, signal.SIGTERM)  # the run saves before it ends
+        with suppress(ProcessLookupError):  # it has ended, and its model is published
+            os.killpg(process.pid, signal.SIGTERM)  # the run saves before it ends
 
     signal.signal(signal.SIGTERM, end)
     assert process.stdout is not None
     lines = deque[str](maxlen=KEPT_LINES)
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip())
+    with process.stdout as said:
+        for line in said:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
     return process.wait(), bool(told), list(lines)
 
 
 def publish() -> None:
     """The last checkpoint as a model in /opt/ml/model: all weights, or the adapter."""
-    saved = sorted((RUN / "checkpoints").glob("step_*"))
-    if not saved:
+    saved = max((RUN / "checkpoints").glob("step_*"), key=lambda path: (path.stem, not path.suffix), default=None)
+    if saved is None:  # a crash leaves step_N.replaced, and perhaps step_N too
         return
-    to = "peft" if (saved[-1] / "adapter_config.json").exists() else "hf"
+    to = "peft" if (saved / "adapter_config.json").exists() else "hf"
     out = MODEL / ".exported"
     shutil.rmtree(out, ignore_errors=True)
-    words = ["-m", "mtgrpo", "export", str(saved[-1]), "--to", to, "--out", str(out)]
+    words = ["-m", "mtgrpo", "export", str(saved), "--to", to, "--out", str(out)]
     done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise JobError(f"the model could not be exported: {done.stdout.strip()}")
     for path in out.iterdir():
         shutil.move(path, MODEL / path.name)
     out.rmdir()
-    print(f"the model of {saved[-1].name} is in {MODEL}", flush=True)
+    print(f"the model of {saved.name} is in {MODEL}", flush=True)
 
 
 def work() -> int:
