@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ from typing import Any
 
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
-from mtgrpo.evaluation.statistics import mean_over_tasks
+from mtgrpo.evaluation.statistics import INTERVALS, mean_over_tasks, wilson
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, places_of_turns, read_runs, step_of
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
 from mtgrpo.runtime.text import is_number, printable
-from mtgrpo.types import EVALUATION, LEARNING
+from mtgrpo.types import EVALUATION, LEARNING, is_success
 from mtgrpo.viewer.tokens import forest, of_conversation, of_lines
 
 _FILE = re.compile(r"[\w-]{1,80}")
@@ -38,7 +39,8 @@ _LANES = 256  # of a timeline
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
-    rb'\{"task": (%b), "sample": \d+, "status": "(\w+)", "reason": %b, "reward": (-?[\d.e+-]+|null)' % (_TEXT, _TEXT)
+    rb'\{"task": (%b), "sample": \d+, "status": "(\w+)", "reason": %b, "reward": (-?[\d.e+-]+|null), "answer": (%b)'
+    % (_TEXT, _TEXT, _TEXT)
 )
 Stamp = tuple[tuple[int, int], ...]  # sizes and times of files
 
@@ -157,15 +159,15 @@ def _cached_run(folder: Path, _stamp: Stamp) -> RunRecord:
 
 
 def _success(run: RunRecord, name: str) -> list[float] | None:
-    """Held-out success with its interval."""
+    """Held-out success with its interval, as a report has them."""
     path = run.folder / "trajectories" / f"{name}.jsonl"
-    outcomes: dict[str, list[float]] = defaultdict(list)
-    for task, status, reward in heads(path):
-        if status != "failed" and reward is not None:
-            outcomes[task].append(float(status == "completed" and reward >= run.success_at))
+    outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for task, status, reward, answer in heads(path):
+        if status != "failed":
+            outcomes[task, answer].append(float(is_success(status, reward or 0.0, run.success_at)))
     if not outcomes:
         return None
-    found = mean_over_tasks(list(outcomes.values()))
+    found = mean_over_tasks(list(outcomes.values()), INTERVALS.get(run.settings.get("eval.interval", ""), wilson))
     return [found.mean, found.low, found.high]
 
 
@@ -185,30 +187,32 @@ def _index(folder: Path) -> Json:
     files: list[Json] = []
     for path in _files(folder):
         found = heads(path)
-        numbers = [tasks.setdefault(task, len(tasks)) for task, _, _ in found]
-        rewards = [None if reward is None else round(reward, 6) for _, _, reward in found]
-        failed = [line for line, (_, status, _) in enumerate(found) if status == "failed"]
+        numbers = [tasks.setdefault(task, len(tasks)) for task, *_ in found]
+        rewards = [None if reward is None else round(reward, 6) for _, _, reward, _ in found]
+        failed = [line for line, (_, status, *_) in enumerate(found) if status == "failed"]
         files.append({"name": path.stem, "tasks": numbers, "rewards": rewards, "failed": failed})
     return {"tasks": list(tasks), "files": files, "recorded": recorded_steps(folder)}
 
 
-def heads(path: Path) -> Sequence[tuple[str, str, float | None]]:
-    """Task, status and reward of each conversation of a file."""
+def heads(path: Path) -> Sequence[tuple[str, str, float | None, str]]:
+    """Task, status, reward and the task's answer of each conversation of a file."""
     return _heads(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
 
 
 @functools.lru_cache(maxsize=4096)
-def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float | None]]:
-    found: list[tuple[str, str, float | None]] = []
+def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float | None, str]]:
+    found: list[tuple[str, str, float | None, str]] = []
     for line in read_lines(path):
         if match := _HEAD.match(line.text):
-            task, status, reward = match.groups()
-            row: Json = {"task": json.loads(task), "status": status.decode(), "reward": json.loads(reward)}
+            task, status, *others = match.groups()
+            reward, answer = map(json.loads, others)
+            row: Json = {"task": json.loads(task), "status": status.decode(), "reward": reward, "answer": answer}
         else:
             row = parse_row(line.text, TRAJECTORY) or {}
         reward = row.get("reward")
         value = float(reward) if is_number(reward) else None
-        found.append((printable(str(row.get("task"))), str(row.get("status")), value))
+        answer = sys.intern(str(row.get("answer")))  # that of all siblings, and may be long
+        found.append((printable(str(row.get("task"))), str(row.get("status")), value, answer))
     return tuple(found)
 
 
