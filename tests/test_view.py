@@ -18,7 +18,6 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer, unused_port
 
 from chromium import AXE, SERIOUS, Page, chromium
-from mtgrpo.commands import view
 from mtgrpo.commands.view import main
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import parted
@@ -359,14 +358,15 @@ def test_what_cannot_be_is_said(words: list[str], said: str, tmp_path: Path) -> 
 def test_the_address_opens_a_place(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = make_recorded(tmp_path), list[str]()
 
-    def announce(address: str) -> None:
-        said.append(address)
+    def show(text: str) -> None:
+        said.append(text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(view, "_announce", announce)
+    monkeypatch.setattr("mtgrpo.viewer.server.show", show)
     words = shlex.split(page_of(run / "trajectories" / "step_000001.jsonl", 3))
     assert words[:2] == ["mtgrpo", "view"] and main([*words[2:], "--host", host]) == 0
-    assert re.fullmatch(rf"http://{host}:\d+/#(secret=[\w-]+)?/r/0/step_000001/c/3", said[0])
+    address = rf"http://{host}:\d+/#(secret=[\w-]+)?/r/0/step_000001/c/3"
+    assert re.fullmatch(rf"open {address}   \(Ctrl-C ends it\)", said[0])
     assert ("secret" in said[0]) == (host != "127.0.0.1")
 
 

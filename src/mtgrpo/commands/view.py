@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         return _write(runs, args.out)
     _check_address(args.host, args.port)
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(runs, args.host, args.port, f"/r/0/{args.at}" if args.at else "", _announce))
+        asyncio.run(serve(runs, args.host, args.port, f"/r/0/{args.at}" if args.at else ""))
     return 0
 
 
@@ -53,7 +53,3 @@ def _check_address(host: str, port: int) -> None:
         everywhere = not host
     if everywhere:
         raise ConfigError(f"--host {host} stands for every address: name the one under which the page is to be opened")
-
-
-def _announce(address: str) -> None:
-    print(f"open {address}   (Ctrl-C ends it)", flush=True)

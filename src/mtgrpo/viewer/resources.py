@@ -39,7 +39,7 @@ _LANES = 256  # of a timeline
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
-    rb'\{"task": (%b), "sample": \d+, "status": "(\w+)", "reason": %b, "reward": (-?[\d.e+-]+|null), "answer": (%b)'
+    rb'\{"task": (%b), "sample": \d+, "status": ("\w+"), "reason": %b, "reward": (-?[\d.e+-]+|null), "answer": (%b)'
     % (_TEXT, _TEXT, _TEXT)
 )
 Stamp = tuple[tuple[int, int], ...]  # sizes and times of files
@@ -107,7 +107,7 @@ class Runs:
         return {"row": row, "facts": facts, "siblings": siblings, "tokens": tokens}
 
     def _summary(self, number: int) -> Json:
-        run = _run(self._folders[number])
+        run = _run(self._folders[number], _stamp(self._folders[number]))
         learning, settings = run.metrics.stage(LEARNING), run.settings
         rewards = [row["reward/mean"] for row in learning if is_number(row.get("reward/mean"))]
         thin = max(1, -(-len(rewards) // _POINTS))
@@ -124,7 +124,7 @@ class Runs:
         }
 
     def _metrics(self, folder: Path) -> Json:
-        run = _run(folder)
+        run = _run(folder, _stamp(folder))
         steps, step = defaultdict[int, Json](dict), 0
         for row in run.metrics.rows:  # an evaluation, before training or after it, is of the step that has just ended
             step = row.get("step", 0) if row.get("stage") == LEARNING else step
@@ -149,20 +149,15 @@ def _stamp(folder: Path) -> Stamp:
     return tuple((stat.st_mtime_ns, stat.st_size) for path in paths if path.is_file() and (stat := path.stat()))
 
 
-def _run(folder: Path) -> RunRecord:
-    return _cached_run(folder, _stamp(folder))
-
-
 @functools.lru_cache(maxsize=32)
-def _cached_run(folder: Path, _stamp: Stamp) -> RunRecord:
+def _run(folder: Path, _stamp: Stamp) -> RunRecord:
     return read_runs([folder])[0]
 
 
 def _success(run: RunRecord, name: str) -> list[float] | None:
     """Held-out success with its interval, as a report has them."""
-    path = run.folder / "trajectories" / f"{name}.jsonl"
     outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for task, status, reward, answer in heads(path):
+    for task, status, reward, answer in heads(run.folder / "trajectories" / f"{name}.jsonl"):
         if status != "failed":
             outcomes[task, answer].append(float(is_success(status, reward or 0.0, run.success_at)))
     if not outcomes:
@@ -204,9 +199,8 @@ def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float
     found: list[tuple[str, str, float | None, str]] = []
     for line in read_lines(path):
         if match := _HEAD.match(line.text):
-            task, status, *others = match.groups()
-            reward, answer = map(json.loads, others)
-            row: Json = {"task": json.loads(task), "status": status.decode(), "reward": reward, "answer": answer}
+            found_in_head = map(json.loads, match.groups())
+            row: Json = dict(zip(("task", "status", "reward", "answer"), found_in_head, strict=True))
         else:
             row = parse_row(line.text, TRAJECTORY) or {}
         reward = row.get("reward")
@@ -218,8 +212,7 @@ def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float
 
 def listed(path: Path) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:
     """Facts of each conversation of a file; where its line begins, and those of what is written where it changes."""
-    stat = path.stat()
-    return _listed(path, stat.st_mtime_ns, stat.st_size)
+    return _listed(path, path.stat().st_mtime_ns, path.stat().st_size)
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.files import strict_json, write_whole
+from mtgrpo.runtime.text import show
 from mtgrpo.viewer.resources import Runs
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -98,8 +99,8 @@ def _read(runs: Runs, name: str) -> bytes | None:
     return None if found is None else strict_json(found)
 
 
-async def serve(runs: Runs, host: str, port: int, screen: str, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled; the address that is announced opens `screen`. Raises ConfigError where it is taken."""
+async def serve(runs: Runs, host: str, port: int, screen: str) -> None:
+    """Serve until cancelled; the address that is printed opens `screen`. Raises ConfigError where it is taken."""
     runner: web.AppRunner | None = None
     secret = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     try:
@@ -117,7 +118,7 @@ async def serve(runs: Runs, host: str, port: int, screen: str, announce: Callabl
                 continue
             name = f"[{host}]" if ":" in host else host
             fragment = (f"secret={secret}" if secret else "") + screen
-            announce(f"http://{name}:{chosen}/" + (f"#{fragment}" if fragment else ""))
+            show(f"open http://{name}:{chosen}/{'#' * bool(fragment)}{fragment}   (Ctrl-C ends it)")
             await asyncio.Event().wait()
     finally:
         if runner is not None:
