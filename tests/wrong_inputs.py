@@ -29,6 +29,11 @@ FILES = {
         "class Sums:\n    pass\n\n\ndef add(a: int) -> int:\n    return a\n\n\n"
         'def plus(of: int) -> int:\n    """Adds."""\n    return of\n\n\nadds = plus\n'
     ),
+    "plain.py": (
+        "from mtgrpo.rewards import Reward\n\n\nclass Mine(Reward):\n"
+        "    def __init__(self, bonus=1.0):\n        self.bonus = bonus\n\n"
+        "    def reward(self, trajectory):\n        return self.bonus\n"
+    ),
     "broken.py": "x = (\n",
     "half.py": "from mtgrpo.rewards.numeric import Numeric\n\n\nclass Half(Numeric):\n    pass\n",
     "missing.py": "import nowhere_at_all\n",
@@ -128,6 +133,10 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ),
         ("task=jsonl task.path=good.jsonl task.columns.prompt=qestion sft.steps=0", "no column 'qestion'; the columns"),
         ("reward=composed reward.of=[own.py:Half,half.py:Half]", "reward.of: two are named 'Half'; rename one"),
+        ("reward=plain.py:Mine", "its __init__ does not take success_at, retries, which every Reward does: leave it out"),
+        ("resume=true --dry-run", "add hydra.run.dir=FOLDER"),
+        ("resume=true hydra.run.dir=things --dry-run", "holds other things"),
+        ("hydra.run.dir=run --dry-run", "is not empty"),
         ("resume=run", "it is a run; its newest is run/checkpoints/step_000002"),
         ("task=parquet task.path=text.txt sft.steps=0", "text.txt"),
         ("task=gsm8k task.path=away sft.steps=0", "task.path=away"),
@@ -326,6 +335,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
     ],
     "eval": [
         ("", "eval needs checkpoint="),
+        ("sampling.temperature=0", "has no effect: samples are of temperature 1, and greedy ones besides"),
         ("model.name=tiny", "eval needs checkpoint="),
         ("checkpoint=away", "there is no folder"),
         ("checkpoint=away/checkpoints/step_000070", "there is no folder"),

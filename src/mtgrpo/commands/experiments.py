@@ -14,7 +14,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mtgrpo.config.compose import Configured, ExperimentLoader, composed_from
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
-from mtgrpo.config.run_record import claimed
+from mtgrpo.config.run_record import claimed, found_in
 from mtgrpo.config.sweep import combinations, corners, describe_space, read_space
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, meant, program, refuse_unreadable
@@ -138,8 +138,12 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
                 _refuse_misplaced(words, several)
                 config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
                 jobs = list(_jobs(config, loader)) if several else [("", config)]
-                if not args.dry_run:
-                    words.append(run.enter_context(_claimed(command, words, config, several)))
+                place = _place(command, words, config, several)
+                if args.dry_run:
+                    found_in(*place)
+                else:
+                    folder = QuotedString(str(run.enter_context(claimed(*place))), Quote.single)
+                    words.append(f"hydra.{'sweep' if several else 'run'}.dir={folder.with_quotes()}")
                 for title, job in jobs:
                     composed = _checked(command, job, loader, offline)
                     if args.dry_run and (title or not several):
@@ -170,16 +174,14 @@ def _asks_for_several(args: argparse.Namespace, loader: ExperimentLoader) -> boo
     return loader.load_configuration("base", args.overrides, RunMode.MULTIRUN).hydra.mode is RunMode.MULTIRUN
 
 
-@contextlib.contextmanager
-def _claimed(command: str, words: Sequence[str], config: DictConfig, several: bool) -> Generator[str]:
-    """The word that names the folder of the run or sweep, which is this process's meanwhile. Raises ConfigError."""
+def _place(command: str, words: Sequence[str], config: DictConfig, several: bool) -> tuple[Path, bool, bool]:
+    """The folder of the run or sweep, whether the user chose it, and whether it goes on there."""
     key = "hydra.sweep.dir" if several else "hydra.run.dir"
     given = {word.partition("=")[0] for word in words}
     resumable = command not in MEASURES or (command == "eval" and "resume" in given)  # else it is the record's
     HydraConfig.instance().set_config(config)
     wanted = Path(str(OmegaConf.select(config, key))).expanduser()
-    with claimed(wanted, key in given, resumable and str(config.resume).lower() == "true") as place:
-        yield f"{key}={QuotedString(str(place), Quote.single).with_quotes()}"
+    return wanted, key in given, resumable and str(config.resume).lower() == "true"
 
 
 def _run(command: str, loader: ExperimentLoader, words: list[str], several: bool) -> None:
@@ -225,6 +227,8 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
         experiment.check_sft()
     if command == "train":
         experiment.check_training()
+    if command == "eval" and not experiment.sampling.temperature:
+        raise ConfigError("sampling.temperature=0 has no effect: samples are of temperature 1, and greedy ones besides")
     if command in MEASURES:  # a checkpoint brings its own tokenizer
         if experiment.model.name in FROM_SCRATCH:
             raise ConfigError(

@@ -90,6 +90,23 @@ def checkpoint_folder(given: str) -> Path:
     return path
 
 
+def found_in(folder: Path, chosen: bool, resumed: bool) -> set[str]:
+    """The names in the folder that a run is to have, as of `claimed`. Raises ConfigError where it cannot have it."""
+    if resumed and not chosen:
+        raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
+    held = {path.name for path in folder.iterdir()} - {LOCK} if chosen and folder.is_dir() else set[str]()
+    if held and not resumed:
+        raise ConfigError(
+            f"the folder {folder} is not empty: a run needs one of its own, or resume=true to go on with it"
+        )
+    if held.isdisjoint({".hydra", "versions.json", "multirun.yaml"}) and held:
+        raise ConfigError(
+            f"the folder {folder} holds other things and no run: resume=true goes on in the folder of a run, or begins "
+            "in an empty one"
+        )
+    return held
+
+
 @contextmanager
 def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path]:
     """The folder of a run, made where it is not there, and while it runs locked against other processes.
@@ -97,9 +114,7 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
     A `chosen` one may be there and empty, for a run that is `resumed` not empty. Another one gets a number behind its
     name where it is taken. Of a run that is refused within, with a ConfigError, nothing is left. Raises ConfigError.
     """
-    if resumed and not chosen:
-        raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
-    held: set[str] = set()
+    held = found_in(folder, chosen, resumed)
     for number in itertools.count():
         place = folder.with_name(f"{folder.name}-{number}") if number else folder
         new = [path for path in place.parents if not path.exists()]
@@ -108,16 +123,8 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
         except FileExistsError as error:
             if not chosen:
                 continue
-            held = {path.name for path in place.iterdir()} - {LOCK} if place.is_dir() else {place.name}
-            if held and not (resumed and place.is_dir()):
-                raise ConfigError(
-                    f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
-                ) from error
-            if held.isdisjoint({".hydra", "versions.json", "multirun.yaml"}) and held:
-                raise ConfigError(
-                    f"the folder {place} holds other things and no run: resume=true goes on in the folder of a run, or "
-                    "begins in an empty one"
-                ) from error
+            if not place.is_dir():
+                raise ConfigError(f"{place} is a file: name the run's folder otherwise") from error
         except OSError as error:
             raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
         with (place / LOCK).open("w") as lock:

@@ -7,6 +7,7 @@ a kind lie in the kind's own folder, and in `integrations`, where one module or 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.machinery
@@ -121,6 +122,14 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
         if inspect.isfunction(found):
             what += f"; make it the method {methods} of one{getattr(base, 'or_function', '')}"
         raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {what}")
+    given = [field.name for field in dataclasses.fields(base)] if dataclasses.is_dataclass(base) else []
+    try:
+        inspect.signature(found).bind_partial(**dict.fromkeys(given))
+    except TypeError:
+        raise ConfigError(
+            f"{name}: its __init__ does not take {', '.join(given)}, which every {base.__name__} does: leave it out and "
+            "make the class a @dataclass, whose fields are its options"
+        ) from None
     if inspect.isabstract(found):
         raise ConfigError(
             f"{name}: the class does not define {', '.join(sorted(cast(Any, found).__abstractmethods__))}"
