@@ -49,7 +49,7 @@ from mtgrpo.model.settings import Quantization
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
-from mtgrpo.policy.reference import ReferencePolicy
+from mtgrpo.policy.updater import ReferencePolicy
 from mtgrpo.types import Completion, Sampling
 from mtgrpo.weights import checkpoint
 from mtgrpo.weights.saved import read_checkpoint

@@ -46,9 +46,9 @@ from mtgrpo.model.attention import AttentionKind, choose_attention
 from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.model.value import add_value_head
 from mtgrpo.policy import updater
-from mtgrpo.policy.reference import ReferencePolicy, ReferenceSettings
+from mtgrpo.policy.settings import ReferenceSettings
 from mtgrpo.policy.step import CooperativeTask, Metrics, at_once
-from mtgrpo.policy.updater import Objective, PolicyUpdater, UpdateConfig, Updates
+from mtgrpo.policy.updater import Objective, PolicyUpdater, ReferencePolicy, UpdateConfig, Updates
 from mtgrpo.types import Group, Message, Sampling, Trajectory
 from mtgrpo.weights.source import ModelWeights
 from test_policy import (
@@ -395,7 +395,7 @@ def test_a_penalty_in_the_reward_is_taken_off_before_advantages() -> None:
     everything = torch.arange(len(batch))
     logp, ref = (
         at_once(policy.scoring(batch, everything)).logp,
-        at_once(policy.scoring(batch, everything, REFERENCE)).logp,
+        at_once(policy.scoring(batch, everything, REFERENCE.weights)).logp,
     )
     penalty = 0.3 * estimate(Estimator.k1, logp, ref)
     groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
@@ -482,9 +482,9 @@ class Rounded(Watched):
     """Rounding gives every pass over a part of a batch other last bits, more than there are of its own."""
 
     def scoring(
-        self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
+        self, batch: Batch, entries: Tensor, weights: dict[str, Tensor] | None = None
     ) -> CooperativeTask[Scores]:
-        found = yield from super().scoring(batch, entries, reference)
+        found = yield from super().scoring(batch, entries, weights)
         self.passes = getattr(self, "passes", 0) + 1
         return found._replace(entropy=found.entropy * (1 + 1e-6 * self.passes))
 

@@ -17,7 +17,7 @@ from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
-from mtgrpo.policy.reference import ReferenceSettings
+from mtgrpo.policy.settings import ReferenceSettings
 from mtgrpo.rollout.settings import Curriculum, Filter
 from written.tables import fields, joined, meaning, settings, spelled, table
 

@@ -18,7 +18,6 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.errors import RunError
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.guard import worst_trajectory
-from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import Control, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.witness import GroupEvidence, Witness, choose
@@ -38,13 +37,13 @@ class Objective:
         self,
         learning: UpdateConfig,
         policy: Policy,
-        reference: ReferencePolicy | Tensor | None,
+        reference: dict[str, Tensor] | Tensor | None,
         kl_coef: float,
         batch: Batch,
         steps: Sequence[Tensor],
         version: int,
     ) -> None:
-        """reference: of a KL penalty, or what it says of `UpdateConfig.compared`.
+        """reference: the weights of that of a KL penalty, or what it says of `UpdateConfig.compared`.
 
         steps: the trajectories of each update. version: training steps that the policy has seen.
         """

@@ -25,7 +25,6 @@ from mtgrpo.policy.gradient_check import check_derivative, check_walk
 from mtgrpo.policy.guard import Deviation, compare, deepest, depth
 from mtgrpo.policy.layouts import ParallelLayout, Score
 from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
@@ -169,14 +168,17 @@ class Policy:
         return scores
 
     def scoring(
-        self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
+        self, batch: Batch, entries: Tensor, weights: dict[str, Tensor] | None = None
     ) -> CooperativeTask[Scores]:
-        """The scores of `entries` [n], without gradient: fp64 on the CPU, [len(batch)], and NaN at other places."""
+        """The scores of `entries` [n], without gradient: fp64 on the CPU, [len(batch)], and NaN at other places.
+
+        weights: in place of the policy's that are trained, by name.
+        """
         logp, entropy, value = torch.full((3, len(batch)), torch.nan, dtype=torch.float64)
         above: Prefix | None = None
         packing = self.pack(batch, entries)[self.parallel.rank]
         own = nullcontext(self.scorer)
-        with own if reference is None else self.parallel.scoring_by(self.scorer, reference.weights) as by:
+        with own if weights is None else self.parallel.scoring_by(self.scorer, weights) as by:
             for micro, entered in visits(packing.micro_batches):
                 if not entered:
                     above = above and above.above

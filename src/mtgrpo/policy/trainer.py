@@ -27,10 +27,9 @@ from mtgrpo.parallel.none import NoParallel
 from mtgrpo.policy.gradient_check import check_gradient
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.optimizer import Optimizer, note_of_lr
-from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
-from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.policy.updater import PolicyUpdater, ReferencePolicy
 from mtgrpo.policy.witness import GroupEvidence
 from mtgrpo.profile import Profile, Profiler
 from mtgrpo.weights.checkpoint import ModelSnapshot, read_training

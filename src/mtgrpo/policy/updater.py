@@ -5,24 +5,53 @@ Takes tensors and knows neither engine nor event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms.average import token_weights
 from mtgrpo.batch.forest import Batch
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.sharding import part_like
 from mtgrpo.policy.guard import check_weights
 from mtgrpo.policy.objective import WORST_MISMATCH, Objective
-from mtgrpo.policy.reference import ReferencePolicy
-from mtgrpo.policy.settings import UpdateConfig, Updates
+from mtgrpo.policy.settings import ReferenceSettings, UpdateConfig, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.witness import GroupEvidence
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
+
+
+class ReferencePolicy:
+    """What a KL penalty compares with: frozen, refreshed now and then, or a moving average.
+
+    A copy of the weights of `model` that are trained, by name. It has no model: the policy's runs with these.
+    Weights that are not trained are not copied: with LoRA it is the adapters alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.weights: dict[str, Tensor] = {
+            name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        self.moves = 0
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go back to `weights`, which were saved."""
+        for name, weight in weights.items():
+            self.weights[name].copy_(part_like(weight, self.weights[name]))
+
+    @torch.no_grad()
+    def move(self, model: PreTrainedModel, settings: ReferenceSettings, step: int) -> None:
+        """Move towards `model` after training step number `step` (from 1), as `settings` say."""
+        if share := settings.share(step):
+            self.moves += 1
+            policy = dict(model.named_parameters())
+            for name, weight in self.weights.items():
+                weight.lerp_(policy[name], share)
 
 
 class PolicyUpdater:
@@ -83,7 +112,7 @@ class PolicyUpdater:
         """
         learning = self._learning
         steps = list(_minibatches(len(rewards.outcome), learning.updates, seed))
-        reference = self._reference if ref_logp is None else ref_logp
+        reference = self._reference.weights if self._reference and ref_logp is None else ref_logp
         objective = Objective(learning, self.policy, reference, self.kl_coef, batch, steps, version)
         yield from objective.prepare(rewards, seed, evidence)
         group, collected = rewards.group[batch.trajectory], list[Metrics]()
