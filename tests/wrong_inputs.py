@@ -133,7 +133,10 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ),
         ("task=jsonl task.path=good.jsonl task.columns.prompt=qestion sft.steps=0", "no column 'qestion'; the columns"),
         ("reward=composed reward.of=[own.py:Half,half.py:Half]", "reward.of: two are named 'Half'; rename one"),
-        ("reward=plain.py:Mine", "its __init__ does not take success_at, retries, which every Reward does: leave it out"),
+        (
+            "reward=plain.py:Mine",
+            "its __init__ does not take success_at, retries, which every Reward does: leave it out",
+        ),
         ("resume=true --dry-run", "add hydra.run.dir=FOLDER"),
         ("resume=true hydra.run.dir=things --dry-run", "holds other things"),
         ("hydra.run.dir=run --dry-run", "is not empty"),
