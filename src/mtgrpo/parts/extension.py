@@ -127,7 +127,7 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
         inspect.signature(found).bind_partial(**dict.fromkeys(given))
     except TypeError:
         raise ConfigError(
-            f"{name}: its __init__ does not take {', '.join(given)}, which every {base.__name__} does: leave it out, and"
+            f"{name}: its __init__ does not take {', '.join(given)}, which every {base.__name__} does: leave it out and"
             " make the class a @dataclass, whose fields are its options"
         ) from None
     if inspect.isabstract(found):
