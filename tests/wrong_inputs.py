@@ -338,7 +338,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
     ],
     "eval": [
         ("", "eval needs checkpoint="),
-        ("sampling.temperature=0", "has no effect: samples are of temperature 1, and greedy ones besides"),
+        ("sampling.temperature=0.5", "has no effect: samples are of temperature 1, and greedy ones besides"),
         ("model.name=tiny", "eval needs checkpoint="),
         ("checkpoint=away", "there is no folder"),
         ("checkpoint=away/checkpoints/step_000070", "there is no folder"),

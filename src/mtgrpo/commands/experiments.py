@@ -135,7 +135,7 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
         with contextlib.ExitStack() as run:
             with fit_openmp(began):  # the stages import torch, and a file of the user's may
                 several = args.multirun or _asks_for_several(args, loader)
-                _refuse_misplaced(words, several)
+                _refuse_misplaced(command, words, several)
                 config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
                 jobs = list(_jobs(config, loader)) if several else [("", config)]
                 place = _place(command, words, config, several)
@@ -155,8 +155,10 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
             _run(command, loader, words, several)
 
 
-def _refuse_misplaced(words: Sequence[str], several: bool) -> None:
+def _refuse_misplaced(command: str, words: Sequence[str], several: bool) -> None:
     keys = {word.partition("=")[0] for word in words}
+    if command == "eval" and "sampling.temperature" in keys:
+        raise ConfigError("sampling.temperature has no effect: samples are of temperature 1, and greedy ones besides")
     if several and DOOR in os.environ:
         raise ConfigError("torchrun starts the ranks of one run, not of --multirun; leave one of them out")
     if several and "hydra.run.dir" in keys:
@@ -227,8 +229,6 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
         experiment.check_sft()
     if command == "train":
         experiment.check_training()
-    if command == "eval" and not experiment.sampling.temperature:
-        raise ConfigError("sampling.temperature=0 has no effect: samples are of temperature 1, and greedy ones besides")
     if command in MEASURES:  # a checkpoint brings its own tokenizer
         if experiment.model.name in FROM_SCRATCH:
             raise ConfigError(
