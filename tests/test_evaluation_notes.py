@@ -25,6 +25,9 @@ def test_answers_without_the_marker_are_noticed_where_none_has_it() -> None:
     (note,) = notes(Numeric(), said("61"), said("62"), name="hard")
     assert note.startswith("evaluation of hard: none of 2 conversations has an answer") and "reward=em" in note
     assert notes(Numeric(require_marker=False), said("61")) == []
+    paid = said("61")
+    paid.given = 1.0  # by an agent, which may mark its answers otherwise
+    assert notes(Numeric(), paid) == [] and "none of 1 conversations" in notes(Numeric(), paid, said("62"))[0]
 
 
 def test_failures_and_the_tasks_that_are_left_are_counted() -> None:

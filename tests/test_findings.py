@@ -108,6 +108,11 @@ def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -
         (75, (0.0, 0.08, 0.08), "no more than chance gives with 75 held-out tasks"),
         (1, (0.0, 0.06, 0.0), "no more than chance gives with 1 held-out task"),
         (9, (0.5, 0.0, 0.0), "only greedy answers gained"),  # 1.4 / sqrt(9) = .47
+        (
+            9,
+            (0.5, 0.15, 0.0),
+            "greedy answers gained; sampled +0.150 is no more than chance gives with 9 held-out tasks",
+        ),
         (8, (0.45, 0.0, 0.0), "no more than chance gives with 8 held-out tasks"),
         (8, (0.04, 0.04, 0.4), "no gain worth a word"),
         (64, (0.0, 0.3, 0.15), "success rose; 64 held-out tasks cannot tell whether 4 tries found it before (sampled "),
@@ -204,7 +209,8 @@ def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation
     assert {name: each["tasks"] for name, each in found["sets"].items()} == {"no_tools": 3, "easy": 3, "calculator": 3}
     assert found["tools_against_none"]["p_value"] == 1.0  # an untrained model solves nothing either way
     kept = sorted(path.stem for path in (tmp_path / "run" / "trajectories").iterdir())
-    assert kept == ["evaluation_after", *(f"evaluation_after_{name}" for name in ("calculator", "easy", "no_tools"))]
+    names = ("evaluation_after", "greedy_after")
+    assert kept == [file + of for file in names for of in ("", "_calculator", "_easy", "_no_tools")]
     lines = (tmp_path / "run/trajectories/evaluation_after_easy.jsonl").read_text().splitlines()
     assert [json.loads(line)["answer"] for line in lines] == ["0", "0", "2", "2", "4", "4"]
 

@@ -20,7 +20,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.parts import extension
+from mtgrpo.parts import RunContext, extension
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import describe_tools
 from mtgrpo.tools import CallTimeoutError, ToolError
@@ -159,6 +159,25 @@ def test_retries_wait_twice_as_long_each_time(tools: Any) -> None:
     asked, reply = in_jumping_time(times("Order", on_outage=OnOutage.observe))
     assert asked == [0]  # nothing is bought twice
     assert (reply.messages[0].content, reply.tool_retries) == ("error: the tool Order is out of order", 0)
+
+
+def test_the_first_failure_of_a_tool_is_told_at_once(tools: Any, tmp_path: Path) -> None:
+    """Long before an evaluation that waits for it has ended."""
+    told: list[tuple[float, str]] = []
+
+    async def call() -> None:
+        def note(text: str) -> None:
+            told.append((asyncio.get_running_loop().time(), text))
+
+        environment = ToolUse(tools=[f"{tools.path}:times_out"], on_outage=OnOutage.observe)
+        async with environment.open(RunContext(tmp_path, note, {})) as running:
+            for _ in range(2):
+                async with running.conversation(TASK) as (world, _):
+                    await world.step(Message("assistant", tool_calls=(ToolCall("times_out", {}),)))
+
+    in_jumping_time(call())
+    why = f"TimeoutError: the server ({tools.path}, line 19)"
+    assert told == [(0.0, f"the tool times_out failed; such calls are made again up to 4 times: {why}")]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import multiprocessing
@@ -542,3 +543,33 @@ def test_other_settings_are_told(tmp_path: Path) -> None:
     (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\ntask: {min_steps: 1}\n")
     ran(tmp_path, "trainer.steps=3", "sft.steps=0", "resume=true", "task.min_steps=1")
     assert "is no measure of the new: task.min_steps\n" in (tmp_path / "notes.txt").read_text()
+
+
+def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
+    """In a process of its own, as the file is read once per process."""
+    own, record = tmp_path / "own.py", tmp_path / "run/.hydra/config.yaml"
+    source = f"from {Path(__file__).stem} import Tokens\n\n\nclass Mine(Tokens):\n    pass\n"
+    record.parent.mkdir(parents=True)
+    record.write_text("seed: 0\n")
+    (record.parent / "hydra.yaml").write_text(f"hydra: {{runtime: {{choices: {{reward: '{own}:Mine'}}}}}}\n")
+    record.write_text("seed: 0\nreward: {success_at: 1}\n")
+    words = ["sft.steps=0", f"reward={own}:Mine"]
+    for steps, comment in enumerate(["", "", "# another\n"], 1):
+        own.write_text(source + comment)
+        process = ANEW.Process(target=ran, args=(tmp_path / "run", f"trainer.steps={steps}", *words, "resume=true"))
+        process.start()
+        process.join()
+        notes = (tmp_path / "run/notes.txt").read_text()
+        assert process.exitcode == 0 and ("with other settings than before: " in notes) == bool(comment)
+    digests = [
+        f"sha256:{hashlib.sha256((source + comment).encode()).hexdigest()[:12]}" for comment in ("# another\n", "")
+    ]
+    assert "other settings than before: {}={} (was {})\n".format(os.path.relpath(own), *digests) in notes
+    assert f"is no measure of the new: {os.path.relpath(own)}\n" in notes
+
+
+def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) -> None:
+    ran(tmp_path, "trainer.steps=1", "sft.steps=0")
+    with pytest.raises(ConfigError, match="the data had endless problems when the state was saved and has "):
+        ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "task=wiki_years")
+    assert "To go on" not in (tmp_path / "notes.txt").read_text()

@@ -360,6 +360,22 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
     assert measured == [str(checkpoint)]
 
 
+def test_a_file_that_the_record_names_is_missed_where_another_folder_is_meant(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded(place)
+    (run / "checkpoints/step_000001").mkdir(parents=True)
+    hydra = yaml.safe_load((run / ".hydra/hydra.yaml").read_text())
+    hydra["hydra"]["runtime"]["cwd"] = "/where/it/began"
+    (run / ".hydra/hydra.yaml").write_text(yaml.safe_dump(hydra))
+    words = ["eval", "checkpoint=" + str(run), "trust_code=true"]
+    for file, missed in (("environment.tools=[away.py:tool]", True), ("eval.tasks=0", False)):
+        with pytest.raises(ConfigError) as refused:
+            cli.run_command([*words, file])
+        hint = f"; names in the record of {run} are relative to /where/it/began, where that run was started: go there"
+        assert str(refused.value).endswith(hint) == missed
+
+
 def test_an_evaluation_goes_on_in_its_folder_where_that_is_asked_for(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

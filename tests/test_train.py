@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
-from mtgrpo.rollout.demonstrations import laid_out, unoffered
+from mtgrpo.rollout.demonstrations import laid_out, refused_call
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
 from mtgrpo.stages.budget import no_better
@@ -170,18 +171,25 @@ def test_a_warm_start_that_hardly_learns_is_noted(rate: str, told: bool, tmp_pat
     assert ("the warm start has hardly learned: its loss went from " in notes) == told
 
 
-@pytest.mark.parametrize("name", ["Calculator", "calculator"])
-async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "argument", "refusal"),
+    [
+        ("calculator", "expression", ""),
+        ("Calculator", "expression", "there is no such tool; did you mean calculator? the tools are: calculator"),
+        ("calculator", "expresion", "calculator: "),
+    ],
+)
+async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str, argument: str, refusal: str) -> None:
     _, chat = open_tokenizer(preset("calculator"))
-    said = (Message("assistant", tool_calls=(ToolCall(name, {"expression": "1"}),)), Message("tool", "1", name=name))
+    said = (Message("assistant", tool_calls=(ToolCall(name, {argument: "1"}),)), Message("tool", "1", name=name))
     example = await laid_out(Task("t/1", (Message("user", "1"),)), said, preset("calculator").environment, chat)
-    if name == "calculator":
-        assert unoffered(example) == ""
+    if not refusal:
+        assert refused_call(example, preset("calculator").environment, first=True) == ""
         return
-    with pytest.raises(
-        ConfigError, match=r"^the demonstration of task t/1 calls Calculator, .*; did you mean calculator"
-    ):
-        unoffered(example)
+    why = f"the demonstration of task t/1 calls {name}({argument}): {refusal}"
+    assert refused_call(example, preset("calculator").environment, first=False).startswith(why)
+    with pytest.raises(ConfigError, match=f"^{re.escape(why)}.*; correct it$"):
+        refused_call(example, preset("calculator").environment, first=True)
 
 
 @pytest.mark.parametrize(("steps", "refused"), [(0, False), (1, True)])
@@ -191,7 +199,7 @@ def test_a_task_may_have_demonstrations_that_nobody_imitates(
     """Those of the calculator's tasks call a calculator, which is not there."""
     words = busy(own, "eval.tasks=1", "trainer.steps=1", f"sft.steps={steps}", f"environment.tools=['{own}:dawdle']")
     if refused:
-        with pytest.raises(ConfigError, match="calls calculator, and the tools are dawdle; correct it"):
+        with pytest.raises(ConfigError, match=r"calls calculator\(expression\): there is no such tool; .*dawdle"):
             ran(tmp_path / "run", *words)
     else:
         ran(tmp_path / "run", *words)
@@ -217,6 +225,8 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     assert [path.name for path in sorted((folder / "trajectories").iterdir())] == [
         "evaluation_after.jsonl",
         "evaluation_before.jsonl",
+        "greedy_after.jsonl",
+        "greedy_before.jsonl",
         "step_000001.jsonl",
         "step_000002.jsonl",
     ]

@@ -77,7 +77,9 @@ def furnish(folder: Path) -> None:
     point.mkdir(parents=True)
     (point / "config.json").write_text("{}")
     files = {"config.json": {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}
-    record = {"step": 2, "state": {"settings": {}, "success": {}, "summary": {}}, "training": {}, "files": files}
+    state = {"settings": {"task": "jsonl", "task.path": "good.jsonl"}, "success": {}, "summary": {}}
+    state["stream"] = {"tasks": {"rows": 2, "epoch": 0, "position": 0, "skipped": 0}}
+    record = {"step": 2, "state": state, "training": {}, "files": files}
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
     (point / "state.json").write_text(json.dumps({"sha256": digest, **record}))
 
@@ -140,6 +142,14 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("resume=true --dry-run", "add hydra.run.dir=FOLDER"),
         ("resume=true hydra.run.dir=things --dry-run", "holds other things"),
         ("hydra.run.dir=run --dry-run", "is not empty"),
+        (
+            "resume=true hydra.run.dir=run --dry-run",
+            "the data had 2 rows when the state was saved and has endless problems now; go on with the data of that "
+            "run, or start a new run; that run began with task=jsonl task.path=good.jsonl",
+        ),
+        ("resume=run/checkpoints/step_000002", "that run began with task=jsonl task.path=good.jsonl"),
+        ("recipe=jsnl", "there is no recipe=jsnl; did you mean jsonl?"),
+        ("model.name=smolm2/", "did you mean smollm2? give a folder, smollm2 ("),
         ("resume=run", "it is a run; its newest is run/checkpoints/step_000002"),
         ("task=parquet task.path=text.txt sft.steps=0", "text.txt"),
         ("task=gsm8k task.path=away sft.steps=0", "task.path=away"),
@@ -342,7 +352,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("model.name=tiny", "eval needs checkpoint="),
         ("checkpoint=away", "there is no folder"),
         ("checkpoint=away/checkpoints/step_000070", "there is no folder"),
-        ("checkpoint=run", "its last checkpoint is"),
+        ("checkpoint=run recipe=gsm8k", "leave recipe= out"),  # the newest of the run
         ("checkpoint=bare", ".hydra/config.yaml"),
         ("checkpoint=text.txt", "text.txt"),
         ("checkpoint=torn/checkpoints/step_000002", "damaged"),

@@ -35,9 +35,9 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(bare[one] for one in close)}? " if close else ""
 
 
-def beside(path: Path) -> str:
+def beside(path: Path, pattern: str = "*") -> str:
     """Asks whether a file beside `path` was meant, where that is not there: the end of an explanation."""
-    hint = "" if path.exists() else meant(path.name, (file.name for file in path.parent.glob("*")))
+    hint = "" if path.exists() else meant(path.name, (file.name for file in path.parent.glob(pattern)))
     return f"; {hint}".rstrip() if hint else ""
 
 

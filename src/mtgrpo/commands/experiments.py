@@ -89,7 +89,12 @@ def main(command: str, purpose: str, arguments: Sequence[str], began: CpuTimes) 
         show(f"mtgrpo {command} [KEY=VALUE ...]: {purpose}\n\n{text}")
         return
     loader = ExperimentLoader(folders, args.config_name or "base", evaluates=command in MEASURES, job=command)
-    _start(command, args, loader, began)
+    try:
+        _start(command, args, loader, began)
+    except ConfigError as error:
+        if hint := loader.hint(str(error)):
+            raise ConfigError(f"{error}{hint}") from error
+        raise
 
 
 def complete(command: str, words: list[str]) -> None:
@@ -145,7 +150,7 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
                     folder = QuotedString(str(run.enter_context(claimed(*place))), Quote.single)
                     words.append(f"hydra.{'sweep' if several else 'run'}.dir={folder.with_quotes()}")
                 for title, job in jobs:
-                    composed = _checked(command, job, loader, offline)
+                    composed = _checked(command, job, loader, offline, None if several else place[0])
                     if args.dry_run and (title or not several):
                         show(title + described(command, composed))
                 if args.dry_run:
@@ -218,10 +223,13 @@ def _jobs(config: DictConfig, loader: ExperimentLoader) -> Iterator[tuple[str, D
             yield "" if number else title, loader.load_sweep_config(config, job)
 
 
-def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline: bool) -> Configured:
+def _checked(
+    command: str, config: DictConfig, loader: ExperimentLoader, offline: bool, folder: Path | None
+) -> Configured:
     """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError.
 
     loader: has composed it, and may have notes. offline: hubs are not asked, and what only they have is not checked.
+    folder: of a run that may go on.
     """
     composed = composed_from(config)
     experiment = composed.experiment
@@ -238,7 +246,7 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
         experiment = replace(experiment, resume="")
     with refuse_unreadable():
         try:
-            notes = check(experiment, offline, command not in MEASURES)
+            notes = check(experiment, offline, command not in MEASURES, folder)
         except Exception as error:
             if isinstance(error, OSError | ConfigError) or not of_own_code(error):
                 raise

@@ -16,7 +16,7 @@ from rich.text import Text
 from mtgrpo.commands.shown_tokens import ShownTokens
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record import reading
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, facts, of_set
+from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, RunRecord, facts, of_set
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.writing import page_of
 from mtgrpo.runtime.text import number, printable, shorten
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     place.add_argument("--step", type=int, metavar="N", help="of training; default: the newest that there are")
     place.add_argument("--before", action="store_true", help="the evaluation before training")
     place.add_argument("--after", action="store_true", help="the evaluation after it")
+    parser.add_argument("--greedy", action="store_true", help="the greedy conversations of that evaluation")
     parser.add_argument("--set", default="", metavar="NAME", help="of that evaluation, one of eval.sets, or no_tools")
     parser.add_argument("--task", default="", metavar="ID", help="only of tasks whose id ends so")
     parser.add_argument("--sample", type=int, metavar="N", help="only the sample of this number")
@@ -41,10 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.count < 1:
         raise ConfigError(f"--count {args.count}: nothing would be shown; give 1 or more")
+    if args.step is not None and (args.set or args.greedy):
+        raise ConfigError("--set and --greedy are of an evaluation: give --before or --after in place of --step")
     (run, *_) = reading.read_runs(reading.find_runs(args.run))
     name = "" if args.step is None else f"step_{args.step:06d}"
-    if args.before or args.after or args.set:
-        name = of_set(BEFORE if args.before else AFTER, args.set)
+    if args.before or args.after or args.set or args.greedy:
+        file = BEFORE if args.before else AFTER
+        name = of_set(GREEDY[file] if args.greedy else file, args.set)
     shown_tokens = ShownTokens(run.folder, name) if args.tokens else None
     source, rows = _conversations(run, shown_tokens.name if shown_tokens else name)
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())

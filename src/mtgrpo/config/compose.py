@@ -39,7 +39,7 @@ from mtgrpo.config.recipe import (
     refuse_absurd,
     settle,
 )
-from mtgrpo.config.run_record import checkpoint_folder, read_run
+from mtgrpo.config.run_record import checkpoint_folder, read_run, started_in
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 
@@ -133,7 +133,15 @@ class ExperimentLoader(ConfigLoader):
         self.notes: list[str] = []  # for the user, of the last configuration
         self._folders, self._reads, self._run = list(folders), evaluates or run is not None, run
         self._trains = not evaluates and job != "sft"  # a warm start begins from scratch; what is measured is named
+        self._record: Path | None = None  # the run whose record is the recipe
         self._primary = None if primary == "base" else read_primary(primary, folders)
+
+    def hint(self, said: str) -> str:
+        """Where `said` is of a file below this folder, and a run's record may mean another: the end of the message."""
+        begun = started_in(self._record) if self._record and str(Path.cwd()) in said else ""
+        if begun in ("", str(Path.cwd())):
+            return ""
+        return f"; names in the record of {self._record} are relative to {begun}, where that run was started: go there"
 
     def load_configuration(
         self,
@@ -247,7 +255,8 @@ class ExperimentLoader(ConfigLoader):
         self.notes = []
         primary = [self._primary] if self._primary else []
         asked = [word for word in words if word.key_or_group == "recipe"]
-        if run := checkpoint.parent.parent if checkpoint else self._run:
+        self._record = run = checkpoint.parent.parent if checkpoint else self._run
+        if run:
             if asked:
                 raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
             given = {**typed, **({"model.name": None} if checkpoint else {})}  # whose place the checkpoint takes

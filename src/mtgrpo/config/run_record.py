@@ -60,6 +60,14 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
     return Recipe(f"run {folder}", choices, as_settings(_without(content, LEFT_OUT), folder))
 
 
+def started_in(folder: Path) -> str:
+    """The folder in which the run in `folder` was started, to which its record's names are relative; "" = not known."""
+    try:
+        return str(read_mapping(_content(folder, "hydra.yaml"), folder)["hydra"]["runtime"]["cwd"])
+    except (ConfigError, KeyError, TypeError):
+        return ""
+
+
 def _without(values: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if str(key).partition(".")[0] not in sections}
 
@@ -73,12 +81,12 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def checkpoint_folder(given: str) -> Path:
-    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
+    """The folder that `checkpoint=` names, of a run the newest. Raises ConfigError where it is none, or in no run's."""
     path = (last_written(CHECKPOINTS) if given == "latest" else Path(given)).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if newest := newest_of(path):
-        raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={newest}")
+        return newest
     if (path / ".hydra" / "config.yaml").is_file():
         raise ConfigError(f"checkpoint={given} is a run without a checkpoint; with resume=true it makes them anew")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -15,7 +15,7 @@ from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError, PolicyError, meant
 from mtgrpo.parts import Data, Parts, RunContext, built, extension, named
-from mtgrpo.runtime.text import head_and_tail
+from mtgrpo.runtime.text import complain, head_and_tail
 from mtgrpo.tools import CallTimeoutError, Tool
 from mtgrpo.tools.calls import CallLimits, Gate, call_tool, next_call, readable
 from mtgrpo.tools.schema import ArgumentCheck
@@ -59,6 +59,7 @@ class ToolUse(CallLimits, Environment):
     on_outage: OnOutage = OnOutage.fail  # after the last attempt: the conversation fails, or the model is told
 
     def __post_init__(self) -> None:
+        self._note: Callable[[str], None] = complain  # once it is open, what the run tells people by
         CallLimits.__post_init__(self)
         Environment.__post_init__(self)
         self._use(tools.load(self.tools or []))
@@ -66,6 +67,7 @@ class ToolUse(CallLimits, Environment):
     def _use(self, loaded: dict[str, Tool]) -> None:
         """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
         self._loaded = loaded
+        self._failed = set[str]()  # tools of which that has been told
         self._tools: dict[str, Tool] = {}  # of a conversation
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():
@@ -105,6 +107,7 @@ class ToolUse(CallLimits, Environment):
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         async with AsyncExitStack() as stack:
             running = copy.copy(self)
+            running._note = context.note
             enter = stack.enter_async_context
             running._use({name: await enter(tool.open(context)) for name, tool in self._loaded.items()})
             if unknown := [name for name in self.limits or {} if name not in running._offers]:
@@ -189,6 +192,10 @@ class ToolUse(CallLimits, Environment):
             except PolicyError as error:
                 return CallOutcome.refused, f"error: {error}", retries, None
             except Exception as error:
+                if call.name not in self._failed:
+                    self._failed.add(call.name)
+                    again = f"made again up to {max_retries} times" if max_retries else "not made again"
+                    self._note(f"the tool {call.name} failed; such calls are {again}: {extension.explained(error)}")
                 if retries >= max_retries:
                     return CallOutcome.outage, f"error: the tool {call.name} is out of order", retries, error
                 await asyncio.sleep(limits.backoff_s * 2**retries)

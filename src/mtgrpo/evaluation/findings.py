@@ -129,11 +129,14 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
     line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
     gains = {label: after - before for label, (before, after) in found.items()}
-    rose = f"sampled {gains['sampled']:+.3f}, {best} {gains.get(best, 0.0):+.3f}"
+    sampled = f"sampled {gains['sampled']:+.3f}"
+    rose = f"{sampled}, {best} {gains.get(best, 0.0):+.3f}"
     chance = {label: _TWO_ERRORS / math.sqrt(tasks * (samples if label == "sampled" else 1)) for label in gains}
     least = {label: max(_HARDLY, errors) for label, errors in chance.items()}
     if gains["sampled"] < least["sampled"] and gains["greedy"] >= least["greedy"]:
         verdict = "\nonly greedy answers gained"
+        if gains["sampled"] >= _HARDLY:
+            verdict = f"\ngreedy answers gained; {sampled} is no more than chance gives with {few}"
     elif max(gains["sampled"], gains["greedy"]) < _HARDLY:
         verdict = "\nno gain worth a word"
     elif gains["sampled"] < least["sampled"]:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from mtgrpo.errors import ConfigError, program
+from mtgrpo.errors import ConfigError, meant, program
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.settings import SHIPPED
 from mtgrpo.runtime.hub import refuse_unloadable
@@ -77,6 +77,6 @@ def refuse_model(name: str, base: str = "") -> AbstractContextManager[None]:
     if base:
         cure = f"put that model back, or write where it is as base_model_name_or_path in {name}/adapter_config.json"
         return refuse_unloadable(f"model.name={name} is an adapter of {base}, which", base, cure)
-    gotten = f"{smollm2.NAME} ({program()} data {smollm2.NAME})"
-    cure = f"give a folder, {gotten}, a hub name, or {', '.join([*tiny.SHAPES, SHIPPED])}"
+    gotten, made = f"{smollm2.NAME} ({program()} data {smollm2.NAME})", [*tiny.SHAPES, SHIPPED]
+    cure = f"{meant(name, [smollm2.NAME, *made])}give a folder, {gotten}, a hub name, or {', '.join(made)}"
     return refuse_unloadable(f"model.name={name}", name, cure)

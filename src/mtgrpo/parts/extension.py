@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -145,11 +146,14 @@ def load_file(path: Path) -> ModuleType:
     """
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}{beside(path)}")
+        raise ConfigError(f"there is no file {path}{beside(path, '*.py')}")
     try:
         return importlib.import_module(f"{__name__}.{str(path).encode().hex()}")
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {explained(error)}") from error
+
+
+digests: dict[str, str] = {}  # of the files that `load_file` has read, by their paths
 
 
 class _FileFinder:
@@ -164,6 +168,7 @@ class _FileFinder:
         file = bytes.fromhex(place).decode()
         if (folder := os.path.dirname(file)) not in sys.path:
             sys.path.append(folder)  # what lies beside it can be imported, as by a script
+        digests[file] = f"sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
         return importlib.util.spec_from_file_location(name, file)
 
 

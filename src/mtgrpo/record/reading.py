@@ -23,6 +23,7 @@ from mtgrpo.runtime.text import number, printable, shorten
 from mtgrpo.types import is_success
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
+GREEDY = {BEFORE: "greedy_before", AFTER: "greedy_after"}  # and of the greedy ones beside them
 _POINTS = 2000  # rows of metrics that are kept
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
@@ -212,7 +213,8 @@ def places_of_turns(row: Json) -> list[int]:
 
 def facts(row: Json) -> str:
     """How a conversation ended, on a line."""
-    parts = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
+    status = "truncated, which is no success" if row.get("status") == "truncated" else str(row.get("status"))
+    parts = [f"reward {number(row.get('reward'))}", status, str(row.get("reason") or "")]
     parts.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
     return ", ".join(filter(None, parts))
 

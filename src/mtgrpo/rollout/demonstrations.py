@@ -11,6 +11,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
@@ -25,20 +26,27 @@ async def laid_out(
     return await demonstrate(task, opening, messages, chat, *contexts)
 
 
-def unoffered(example: Trajectory) -> str:
-    """A tool that a demonstration calls and its environment does not offer; "" where there is none.
+def refused_call(example: Trajectory, environment: Environment, first: bool) -> str:
+    """Why no tool of `environment` takes the first such call of a demonstration; "" where all are taken.
 
-    Raises ConfigError where none of the tools that it calls is one of those that are offered.
+    Raises ConfigError where of the `first` demonstration not one call is taken.
     """
-    offered = [tool.name for tool in example.tools]
-    called = {call.name for turn in example.turns for call in turn.message.tool_calls}
-    absent = min(called.difference(offered), default="")
-    if offered and called and called.isdisjoint(offered):
-        raise ConfigError(
-            f"the demonstration of task {example.task.id} calls {absent}, and the tools are {', '.join(offered)}; "
-            f"{meant(absent, offered)}correct it"
-        )
-    return absent
+    offered, refused = [tool.name for tool in example.tools], list[str]()
+    calls = [call for turn in example.turns for call in turn.message.tool_calls]
+    for call in calls:
+        why = ""
+        if call.name not in offered:
+            why = f"there is no such tool; {meant(call.name, offered)}the tools are: {', '.join(offered) or 'none'}"
+        elif type(environment) is ToolUse and any(call.name == tool.name for tool in environment.tool_specs):
+            why = environment.refusal(call)
+        if why:
+            refused.append(f"calls {call.name}({', '.join(call.arguments)}): {why}")
+    if not refused:
+        return ""
+    why = f"the demonstration of task {example.task.id} {refused[0]}"
+    if first and offered and len(refused) == len(calls):
+        raise ConfigError(f"{why}; correct it")
+    return why
 
 
 async def demonstrate(

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import os
 import re
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
@@ -28,25 +28,25 @@ from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import STATE, read_checkpoint
+from mtgrpo.weights.saved import STATE, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+T = TypeVar("T")
 EVAL_SEED = 0  # the held-out tasks are the same in every run
 
 
-def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> list[str]:
+def check(experiment: Experiment, spared: bool = False, trains: bool = True, folder: Path | None = None) -> list[str]:
     """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded.
 
     Returns what the user should know of the tasks, and, where hubs are `spared`, what was not checked for that. What
-    `trains` needs demonstrations for its warm start.
+    `trains` needs demonstrations for its warm start. folder: of the run, in which it may go on.
     """
     chosen(experiment.log)
     if not (is_ours(experiment.advantage) and is_ours(experiment.algorithm)):
         try_out(experiment.advantage, experiment.algorithm)
-    if experiment.resume not in ("", LATEST):
-        read_checkpoint(Path(experiment.resume))
+    begun = _begun(experiment.resume, folder)
     notes: list[str] = []
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
     for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
@@ -70,12 +70,36 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks)
+            _refuse_other_data(tasks, begun)
         if trains:
             experiment.check_warm_start()
         _, chat = open_tokenizer(experiment)
         if trains:
-            _unlooped(try_demonstrations(experiment, chat))
+            notes += _unlooped(try_demonstrations(experiment, chat))
     return notes
+
+
+def _begun(resume: str, folder: Path | None) -> dict[str, Any]:
+    """The state of the checkpoint with which the run in `folder` goes on; {} for none. Raises ConfigError."""
+    if resume != LATEST:
+        return read_checkpoint(Path(resume)).state if resume else {}
+    newest = newest_of(folder) if folder else None
+    with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
+        return read_checkpoint(newest, verify=False).state if newest else {}
+    return {}
+
+
+def _refuse_other_data(tasks: TaskStream, begun: Mapping[str, Any]) -> None:
+    """Raise ConfigError where `tasks` are not those with which a run had `begun`."""
+    if "stream" not in begun:
+        return
+    try:
+        tasks.load_state_dict(begun["stream"]["tasks"])
+    except ConfigError as error:
+        before = begun.get("settings", {})
+        told = ((key, before.get(key, "")) for key in ("task", "task.path", "task.train_files"))
+        named = [f"{key}={value}" for key, value in told if value not in ("", "[]")]
+        raise ConfigError(f"{error}; that run began with {' '.join(named)}") from error
 
 
 @contextmanager
@@ -89,10 +113,10 @@ def _hubs(spared: bool, notes: list[str]) -> Generator[None]:
         notes.append(f"not checked: {error}; with --online the hub is asked")
 
 
-def _unlooped(work: Coroutine[Any, Any, None]) -> None:
+def _unlooped(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end, also where there is an event loop already, as in a notebook."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, work).result()
 
 
 def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:

@@ -17,7 +17,7 @@ from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, con
 from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
-from mtgrpo.record.reading import AFTER, of_set, read_object, read_settings
+from mtgrpo.record.reading import AFTER, GREEDY, of_set, read_object
 from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, write_summary, write_trajectories
 from mtgrpo.rewards import Reward
@@ -26,7 +26,7 @@ from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages.checks import EVAL_SEED
 from mtgrpo.stages.metrics import describe, describe_failures, share_that_varies
-from mtgrpo.stages.resume import differences
+from mtgrpo.stages.resume import differences, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
 from mtgrpo.types import COLLECTING, EVALUATION, Group, Task
@@ -81,7 +81,7 @@ async def evaluate_during(run: Run) -> Metrics:
 async def evaluate_fully(run: Run, name: str = AFTER) -> Metrics:
     """The measurement before and after training: sampled and greedy, logged as a stage of its own.
 
-    The sampled conversations are kept as `name`, one of BEFORE and AFTER. Raises AllFailedError.
+    The sampled conversations are kept as `name`, BEFORE or AFTER, the greedy ones beside them. Raises AllFailedError.
     """
     return (await _measure(run, name))[0]
 
@@ -109,6 +109,7 @@ async def _measure(
         kept = write_trajectories(run.folder, of_set(file, name), sampled)
         run.sinks.tell(_notes(name, sampled, runner.reward, kept))
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
+        write_trajectories(run.folder, of_set(GREEDY[file], name), greedy)
         described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         if samples > 1:
             described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
@@ -151,8 +152,9 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
     if measured < len(groups):
         notes.append(f"of {len(groups)} tasks {measured} could be measured: its numbers are of those")
     looks_for = reward.looks_for or next((part.looks_for for part in reward.parts), "")
-    if looks_for and not any(map(reward.answer, valid)):
-        notes.append(f"none of {len(valid)} conversations has an answer where it is looked for: {looks_for}")
+    graded = [t for t in valid if t.given is None]  # by the reward, not by an agent
+    if looks_for and graded and not any(map(reward.answer, graded)):
+        notes.append(f"none of {len(graded)} conversations has an answer where it is looked for: {looks_for}")
     if 0 < (best := max((t.reward for t in valid), default=0.0)) < reward.success_at:
         notes.append(
             f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
@@ -199,7 +201,7 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
     """
     journal, numbers = Journal(None if run.experiment.agent.active else run.folder / "journal"), itertools.count()
     name = run.experiment.model.name
-    settings = {**read_settings(run.folder), "model.name": name, "model.files": str(_files(Path(name)))}
+    settings = {**settings_of(run.folder), "model.name": name, "model.files": str(_files(Path(name)))}
     begun = run.folder / "journal.json"
     if begun.is_file():
         if not (recorded := read_object(begun, TEXTS)):

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import LATEST
-from mtgrpo.record.reading import BEFORE, read_settings, read_summary
+from mtgrpo.parts import extension
+from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
-_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
+_MEASURES = re.compile(
+    r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)|[^=]+\.py="
+)
 _NEW, _SUCCESS = "not set", "eval/success/before"
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
@@ -28,12 +31,19 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     if resume == LATEST:
         _cut_back(folder, found)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
-    if found and (other := differences(found.state.get("settings", {}), read_settings(folder))):
+    if found and (other := differences(found.state.get("settings", {}), settings_of(folder))):
         note(f"with other settings than before: {'; '.join(other)}")
         measured = ", ".join(line.partition("=")[0] for line in other if _MEASURES.match(line) and _NEW not in line)
         if measured and _SUCCESS in found.state.get("summary", {}):
             note(f"success before training was measured with the old, and is no measure of the new: {measured}")
     return found
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """Every option of the run in `folder` as text, and of each file of somebody's own that they name its digest."""
+    settings = read_settings(folder)
+    said, files = " ".join(settings.values()), extension.digests.items()
+    return settings | {os.path.relpath(file): digest for file, digest in files if f"{Path(file).name}:" in said}
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -62,6 +72,6 @@ def _cut_back(folder: Path, found: Checkpoint | None) -> None:
     kept = {f"step_{number:06d}" for number in range(1, step + 1)}
     measured = _SUCCESS in state["summary"]
     for path in (*(folder / "trajectories").glob("*.jsonl"), *(folder / "tokens").glob("*.npz")):
-        if path.stem not in kept and not (measured and path.stem.startswith(BEFORE)):
+        if path.stem not in kept and not (measured and path.stem.startswith((BEFORE, GREEDY[BEFORE]))):
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from mtgrpo.errors import ConfigError
 from mtgrpo.policy.step import Metrics
 from mtgrpo.record.curve import Curve
-from mtgrpo.record.reading import read_settings
+from mtgrpo.stages.resume import settings_of
 from mtgrpo.stages.run import Run
 from mtgrpo.weights import checkpoint
 
@@ -41,7 +42,7 @@ class Saver:
         curve.success.update({int(step): value for step, value in self.state.get("success", {}).items()})
         self._began = time.perf_counter() - self.state.get("seconds", 0.0)
         self._tokenizer = checkpoint.tokenizer_files(run.tokenizer)
-        self._settings = read_settings(run.folder)
+        self._settings = settings_of(run.folder)
         self._thread = thread
         self._writing: Future[Path] | None = None
         self._mark: _Mark | None = None  # that is not written yet
@@ -129,7 +130,9 @@ def saving(run: Run, curve: Curve) -> Generator[Saver]:
                     saver.save_last()
                 except Exception as worse:
                     run.sinks.note(f"nothing more could be saved: {worse}")
-                if saver.path and saver.path.is_relative_to(run.folder):  # else nothing of this run is saved
+                begun = run.resumed and run.resumed.path
+                refused = isinstance(error, ConfigError) and saver.path == begun  # the same command would be, too
+                if saver.path and saver.path.is_relative_to(run.folder) and not refused:  # else nothing new is saved
                     interrupted = isinstance(error, asyncio.CancelledError)
                     how = "interrupted" if interrupted else f"ended by {type(error).__name__}"
                     again = f"the same command with resume=true hydra.run.dir={run.folder}"

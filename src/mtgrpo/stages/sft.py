@@ -14,7 +14,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
-from mtgrpo.rollout.demonstrations import laid_out, unoffered
+from mtgrpo.rollout.demonstrations import laid_out, refused_call
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
@@ -94,7 +94,7 @@ async def demonstrations(
     source: TaskSource, stream: TaskStream, runner: RolloutRunner, seed: int, note: Callable[[str], None]
 ) -> AsyncIterator[Trajectory]:
     """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch."""
-    without, told = 0, False
+    without, told, first = 0, False, True
     for task in stream:
         messages = source.demonstration(task, seed + stream.epoch)
         if not messages:
@@ -107,9 +107,10 @@ async def demonstrations(
         without = 0
         contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
         example = await laid_out(task, messages, runner.environment, runner.chat, *contexts)
-        if (absent := unoffered(example)) and not told:
+        if not told and (why := refused_call(example, runner.environment, first)):
             told = True
-            note(f"the demonstration of task {task.id} calls {absent}, a tool that the environment does not offer")
+            note(why)
+        first = False
         yield example
 
 

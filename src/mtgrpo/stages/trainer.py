@@ -21,14 +21,14 @@ from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
-from mtgrpo.record.reading import BEFORE, read_settings
+from mtgrpo.record.reading import BEFORE
 from mtgrpo.record.tokens import TokenRecorder
 from mtgrpo.record.writing import page_of, write_summary, write_trajectories
 from mtgrpo.stages.budget import Budget, no_better
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.restarts import restarting
-from mtgrpo.stages.resume import differences, final_results
+from mtgrpo.stages.resume import differences, final_results, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
@@ -148,7 +148,7 @@ class _Training:
             return
         run.trainer.load(run.resumed.path, self.budget.steps)
         self.stream.load_state_dict(state["stream"])
-        same = not differences(state.get("settings", {}), read_settings(run.folder))
+        same = not differences(state.get("settings", {}), settings_of(run.folder))
         if same and not run.experiment.resumes_exactly:
             self.stream.go_on(self.budget.steps)
         else:

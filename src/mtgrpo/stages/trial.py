@@ -15,7 +15,7 @@ from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
-from mtgrpo.rollout.demonstrations import laid_out, unoffered
+from mtgrpo.rollout.demonstrations import laid_out, refused_call
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
@@ -41,7 +41,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
     """A reward of ours says of an empty answer, while nothing is open, whether such a task is for it."""
     environment, reward = experiment.environment, experiment.reward
-    async with _left_to_the_run():
+    async with _left_to_the_run(task, running):
         if _begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
@@ -54,7 +54,7 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
     environment, reward, alone = experiment.environment, experiment.reward, _begins(experiment.environment)
     said: list[Message] = [Message("assistant", task.answer)]
     shown: Sequence[Message] | None = None
-    async with _left_to_the_run():
+    async with _left_to_the_run(task, running):
         if _begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
@@ -100,27 +100,31 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
     return []
 
 
-async def try_demonstrations(experiment: Experiment, chat: Chat) -> None:
+async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
 
+    Returns what to say where one of several calls is of no tool.
     Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
     """
     environment, source = experiment.environment, experiment.demonstrated
     if not experiment.sft.steps or source.opens or not _begins(environment):
-        return
+        return []
     tasks = islice(source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), MAX_WITHOUT)
     shown = ((task, said) for task in tasks if (said := source.demonstration(task, experiment.seed)))
+    refusals = list[str]()
     for task, messages in islice(shown, FEW):
         try:
             async with asyncio.timeout(LONGEST_S):
-                unoffered(await laid_out(task, messages, environment, chat))
+                example = await laid_out(task, messages, environment, chat)
+                refusals.append(refused_call(example, environment, first=not refusals))
         except ConfigError:
             raise
         except Exception as error:
             if not extension.of_own_code(error):
-                return
+                break
             why = extension.explained(error)
             raise ConfigError(f"the demonstration of task {task.id} cannot begin: {why}; correct it") from error
+    return [why for why in refusals if why][:1]
 
 
 def untried(experiment: Experiment) -> str:
@@ -133,15 +137,19 @@ def untried(experiment: Experiment) -> str:
 
 
 @asynccontextmanager
-async def _left_to_the_run() -> AsyncGenerator[None]:
-    """What within takes too long or goes wrong is left to the run, but for a wrong setting."""
+async def _left_to_the_run(task: Task, running: bool) -> AsyncGenerator[None]:
+    """What within takes too long or goes wrong is left to the run, but for a wrong setting, and a fault of own code.
+
+    Raises ConfigError. What reaches something, as what is `running` may, can also be out of order for a while.
+    """
     try:
         async with asyncio.timeout(LONGEST_S):
             yield
     except ConfigError:
         raise
-    except Exception:
-        return
+    except Exception as error:
+        if not running and extension.of_own_code(error) and not isinstance(error, OSError):
+            raise ConfigError(f"task {task.id} cannot begin: {extension.explained(error)}; correct it") from error
 
 
 def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:

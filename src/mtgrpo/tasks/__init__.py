@@ -117,9 +117,10 @@ class IndexedStream:
         Raises ConfigError when the number of rows is not what it was: the order would be another one.
         """
         if state["rows"] != self._length:
+            before, now = (f"{rows} rows" if rows else "endless problems" for rows in (state["rows"], self._length))
             raise ConfigError(
-                f"the data had {state['rows']} rows when the state was saved and has {self._length} now; "
-                "continue with the data of that run, or start a new run"
+                f"the data had {before} when the state was saved and has {now} now; go on with the data of that run, "
+                "or start a new run"
             )
         self.epoch, self._position, self.skipped = state["epoch"], state["position"], state["skipped"]
 

@@ -24,7 +24,17 @@ from typing import Any
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
 from mtgrpo.evaluation.statistics import INTERVALS, mean_over_tasks, wilson
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, places_of_turns, read_runs, step_of
+from mtgrpo.record.reading import (
+    AFTER,
+    BEFORE,
+    GREEDY,
+    RunRecord,
+    count,
+    parse_row,
+    places_of_turns,
+    read_runs,
+    step_of,
+)
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
@@ -140,7 +150,8 @@ class Runs:
 
 def _files(folder: Path) -> list[Path]:
     """Those of conversations in the order of training: what was evaluated before it, its steps, what was after it."""
-    found = sorted((folder / "trajectories").glob("*.jsonl"), key=lambda path: (path.stem.startswith(AFTER), path))
+    last = AFTER, GREEDY[AFTER]
+    found = sorted((folder / "trajectories").glob("*.jsonl"), key=lambda path: (path.stem.startswith(last), path))
     return [path for path in found if _FILE.fullmatch(path.stem) and path.is_file()]
 
 
