@@ -375,7 +375,8 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
             ["there is no algorithm named 'kl'; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"],
         ),
         ("'reward={target: 1}'", ["reward={target: 1}", "choose a reward by its name"]),
-        ("recipe=gsm9k", ["there is no recipe=gsm9k; did you mean gsm8k? known: async, calculator, "]),
+        ("recipe=gsm9k", ["there is no recipe=gsm9k; did you mean gsm8k?"]),
+        ("recipe=xyzzy", ["there is no recipe=xyzzy; known: async, calculator, "]),
         ("recipe=away.yaml", ["there is no file", "away.yaml"]),
         ("seed=1,2", ["seed=1,2 gives several values", "--multirun", "[1,2]"]),
         ("seed=${nowhere}", ["seed", "nowhere"]),
@@ -533,7 +534,7 @@ def test_folders_and_recipes_that_are_something_else_are_named(run: Run, place: 
     Path("run/checkpoints/step_000003").mkdir(parents=True)
     Path("run/checkpoints/step_000003.replaced").mkdir()  # as a crash leaves it
     code, _, err = run("eval", "checkpoint=run")
-    assert code == 2 and err.endswith("run/checkpoints/step_000003\n") and "checkpoint=run is a run" in err
+    assert code == 2 and "checkpoint=run: " in err and "run holds no .hydra/config.yaml" in err
     Path("rows.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     assert "--prompt question (a string) or --messages NAME" in run("data", "check", "rows.jsonl")[1]
 

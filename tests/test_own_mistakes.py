@@ -209,19 +209,19 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "sft.demonstrations=said.jsonl sft.steps=1 environment.tools=[own.py:Own]",
         of_class(
             "Tool",
-            "    async def start(self, task):\n        self.stock = task.metadata['stock']  # here\n\n"
+            "    async def start(self, task):\n        self.stock = {'calculator': 1}[task.id[:10]]  # here\n\n"
             '    def __call__(self) -> str:\n        """What there is."""\n        return self.stock\n',
         ),
         "the demonstration of task said/",
     ),
     "a tool that cannot begin a training task": (
-        "task=jsonl task.path=said.jsonl task.val_files=[stock.jsonl] environment.tools=[own.py:Own] reward=length",
+        "task=jsonl task.path=rows.jsonl task.val_files=[stock.jsonl] environment.tools=[own.py:Own] reward=length",
         of_class(
             "Tool",
             "    async def start(self, task):\n        self.stock = task.metadata['stock']  # here\n\n"
             '    def __call__(self) -> str:\n        """What there is."""\n        return self.stock\n',
         ),
-        "task said/",
+        "task rows/",
     ),
     "demonstrations that fail": (
         f"{TASK} sft.steps=1",
@@ -255,6 +255,7 @@ def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> Non
     Path("own.py").write_text(source)
     Path("world.py").write_text(environment())
     Path("said.jsonl").write_text(SAID * 40)
+    Path("rows.jsonl").write_text('{"prompt": "1?"}\n' * 40)
     Path("stock.jsonl").write_text('{"prompt": "1?", "stock": "1"}\n')
     (line,) = [number for number, text in enumerate(source.splitlines(), 1) if text.endswith("# here")]
     code, out, err = run("train", *SMALL, *words.split(), "hydra.run.dir=run")

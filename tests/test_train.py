@@ -176,7 +176,7 @@ def test_a_warm_start_that_hardly_learns_is_noted(rate: str, told: bool, tmp_pat
     [
         ("calculator", "expression", ""),
         ("Calculator", "expression", "there is no such tool; did you mean calculator? the tools are: calculator"),
-        ("calculator", "expresion", "calculator: "),
+        ("calculator", "expresion", "calculator has no argument 'expresion'; its arguments: expression"),
     ],
 )
 async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str, argument: str, refusal: str) -> None:

@@ -85,8 +85,7 @@ def checkpoint_folder(given: str) -> Path:
     path = (last_written(CHECKPOINTS) if given == "latest" else Path(given)).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
-    if newest := newest_of(path):
-        return newest
+    path = newest_of(path) or path
     if (path / ".hydra" / "config.yaml").is_file():
         raise ConfigError(f"checkpoint={given} is a run without a checkpoint; with resume=true it makes them anew")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
