@@ -1,7 +1,5 @@
 """The launcher of sweeps, for Hydra: each run in a fresh process of its own, one after the other."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The sweeper `optuna`, for Hydra: what each run is given, Optuna chooses by the held-out reward of those before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

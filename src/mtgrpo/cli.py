@@ -1,7 +1,5 @@
 """The command `mtgrpo`: reads its first word, and hands the others to whoever does what it says."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import select

@@ -1,7 +1,5 @@
 """The errors that end a run, or are told the user before one."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -17,8 +17,6 @@ gives the same weights, groups that had finished are taken back, conversations g
 is ever unpickled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

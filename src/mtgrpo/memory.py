@@ -4,8 +4,6 @@ A run holds different things while it samples, while a micro-batch goes forward 
 steps. The peak is the largest of the three.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
  "tool_calls": [{"type": "function", "function": {"name": "...", "arguments": {...}}}]}
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Mapping, Sequence

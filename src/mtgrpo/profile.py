@@ -1,7 +1,5 @@
 """Where the time of a run goes: seconds by phase, and a trace of chosen steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A model of transformers that gives a text one number: reward models, and cross-encoders that rank passages."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from enum import Enum

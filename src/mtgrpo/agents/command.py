@@ -1,7 +1,5 @@
 """Any program: a coding agent's command line, a script in any language."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

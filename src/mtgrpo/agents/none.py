@@ -1,7 +1,5 @@
 """No foreign agent: the environment answers the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.agents import Address, Agent, Outcome

@@ -1,7 +1,5 @@
 """A Python function that runs an agent."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Clipped importance-sampling policy optimisation: the weight is clipped, never the gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens

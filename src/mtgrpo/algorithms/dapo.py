@@ -1,7 +1,5 @@
 """Decoupled clip and dynamic sampling policy optimisation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

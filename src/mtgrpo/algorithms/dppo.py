@@ -1,7 +1,5 @@
 """Divergence proximal policy optimisation: a token is masked where its probability has moved too far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """GRPO done right: no division by the length, none by the standard deviation of the group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.algorithms.average import Average

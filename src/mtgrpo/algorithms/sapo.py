@@ -1,7 +1,5 @@
 """Soft adaptive policy optimisation: a gate that closes smoothly in place of a clip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens

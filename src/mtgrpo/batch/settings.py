@@ -1,7 +1,5 @@
 """How much is computed at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.errors import Bounded

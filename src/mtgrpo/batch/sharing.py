@@ -4,8 +4,6 @@ Ranks that read in the same tree compute what is above all of their parts each b
 no rank can take it whole. Every rank shares out alike, without a word to the others.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A word has the letters F, a forward pass, and B, a backward pass. A rank goes th
 passes, in their order, and fills each letter that is not its next one by a pass of one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
 

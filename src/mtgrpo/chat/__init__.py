@@ -4,8 +4,6 @@ What the policy sampled is never decoded and encoded again: `extend` returns onl
 context and the sampled output. Text that the policy did not sample cannot become a special token.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A model's mistake never raises: `parse` puts into `Parsed.error`, in a few words, what is wrong with the text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 It gets escaped contents (`safe_tokenizer.py`). What it does is found by rendering short conversations.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Models that the library `renderers` knows by name: their templates as code instead of jinja."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast

@@ -6,8 +6,6 @@ leave as they are. The result is escaped text. `encode` makes added tokens of wh
 the string of a marker with ordinary tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

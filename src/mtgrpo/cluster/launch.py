@@ -3,8 +3,6 @@
 The controller and rank 0 speak through two pairs of sockets that the one inherits from the other.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`mtgrpo data`: get data sets, Wikipedia's index and a real model, check files, build indexes and Parquet files."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`mtgrpo doctor`: what this machine has of what training can use; for what is missing, its purpose and its cure."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ They take `key=value` and the flags of Hydra. Nothing is written before the conf
 needs no model.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

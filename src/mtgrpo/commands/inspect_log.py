@@ -3,8 +3,6 @@
 A task is a sample there, a sibling an epoch of it; the reward and what it is made of are scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path

@@ -4,8 +4,6 @@
 `local` is one of the local engine, for `engine.kind=local`: it reads the model that the run sends.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`mtgrpo launch ray KEY=VALUE ...`: the run as a job of a Ray cluster, with the files of the working folder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """`mtgrpo show RUN`: conversations of a run in the terminal, as they went: tools, calls, replies, rewards."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

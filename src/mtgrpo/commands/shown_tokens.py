@@ -1,7 +1,5 @@
 """Conversations token by token in a terminal: as the policy saw them, each sampled token coloured by its advantage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import groupby

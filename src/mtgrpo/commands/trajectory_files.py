@@ -4,8 +4,6 @@ It is described at harborframework.com/docs; a conversation is a file. Where the
 those that the policy was sent and that it sampled, their log-probabilities, and in `extra` what they were paid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

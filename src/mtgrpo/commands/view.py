@@ -1,7 +1,5 @@
 """`mtgrpo view RUN [RUN ...]`: a page on which runs are looked at down to the single token, live ones too."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`mtgrpo watch RUN`: how a run is doing, live in a terminal, from the end of the files that it writes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

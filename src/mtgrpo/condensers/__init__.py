@@ -4,8 +4,6 @@ How is the class, when is a setting. What was sampled is trained as it was sampl
 in; a condenser only decides what the next context holds.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """The model sees its last steps and those older ones that it attends to most."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The model sees as much of the end as fits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest

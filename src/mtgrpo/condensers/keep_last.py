@@ -1,7 +1,5 @@
 """The model sees the task and its last steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, When, newest

@@ -1,7 +1,5 @@
 """The model sees everything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, messages_of

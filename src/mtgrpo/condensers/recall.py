@@ -1,7 +1,5 @@
 """The model sees its last steps and those older ones that have most to do with them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

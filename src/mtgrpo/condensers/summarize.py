@@ -1,7 +1,5 @@
 """The model writes down what it needs, and sees that instead."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest

@@ -1,7 +1,5 @@
 """The model sees the whole conversation, with long old replies of tools cut short."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from mtgrpo.condensers import Condenser, Conversation, Step, newest

@@ -4,8 +4,6 @@ Hydra composes. Its loader is given, in place of recipes and files of the user's
 checked, and what Hydra or a dataclass refuses is said in the user's terms.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The whole configuration: one dataclass that holds one of each part. Each default is written once, on its part."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Every option with its type, its value and what its own source says of it: the text of `mtgrpo train --help`."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

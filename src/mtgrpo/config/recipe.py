@@ -1,7 +1,5 @@
 """Recipes: options of groups and values of settings, by name or in a file; and what several of them come to."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The record may be somebody else's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """What a sweep varies: settings with lists of values and ranges, of which every combination may run, and intervals."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Every setting declares what it reaches (`mtgrpo.parts.Reach`); a record is walked with these declarations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -4,8 +4,6 @@
 exactly as it was sampled, in the context in which it was; nothing is rendered again, aligned or repaired.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """OpenAI's chat completions, which most agents speak."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

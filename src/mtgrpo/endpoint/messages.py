@@ -1,7 +1,5 @@
 """Anthropic's messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

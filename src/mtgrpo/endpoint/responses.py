@@ -1,7 +1,5 @@
 """OpenAI's Responses, without a memory: every request holds the whole conversation."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A request continues the longest recorded turn whose request and reply it repeats
 was recorded, with what is new; any other request is rendered as a whole. All of it belongs to one event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import dataclasses

@@ -5,8 +5,6 @@ An environment object is settings only. It is opened once for a run (`open`); ev
 that, so `start` may put state on `self` (replacing, never mutating, shared fields).
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math

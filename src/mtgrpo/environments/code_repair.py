@@ -1,7 +1,5 @@
 """A program, the tests it fails, and another try."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.environments import Environment, Opening, Reply

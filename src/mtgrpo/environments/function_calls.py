@@ -1,7 +1,5 @@
 """Functions of the task's own that are called and never run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A number to be guessed."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

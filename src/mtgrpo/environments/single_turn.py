@@ -1,7 +1,5 @@
 """A question and one answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.environments import Environment, Opening, Reply

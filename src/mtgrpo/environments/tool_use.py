@@ -1,7 +1,5 @@
 """A conversation with tools: it goes on as long as the model calls them."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

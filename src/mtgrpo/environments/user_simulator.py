@@ -1,7 +1,5 @@
 """A user who is played by a script."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

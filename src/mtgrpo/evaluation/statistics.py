@@ -4,8 +4,6 @@ Outcomes come by task: `outcomes[i]` are those of the samples of task i, e.g. 1.
 Samples of one task are alike, so tasks are what is independent, and every interval here is one over tasks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Function calling: requests, and the calls that they ask for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

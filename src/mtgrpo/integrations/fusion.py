@@ -1,7 +1,5 @@
 """A sandbox elsewhere: a server of SandboxFusion, by its published interface (`POST /run_code`, July 2026)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

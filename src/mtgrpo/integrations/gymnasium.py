@@ -1,7 +1,5 @@
 """Text games of the package gymnasium."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any

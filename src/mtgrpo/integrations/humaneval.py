@@ -1,7 +1,5 @@
 """HumanEval: Python functions to be completed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """IFEval: prompts whose instructions a program can check, and the checks of all 25 kinds."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Indexes of Lucene as Anserini writes and reads them: those of a corpus, and those of Wikipedia that others built."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

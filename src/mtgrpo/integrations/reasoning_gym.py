@@ -1,7 +1,5 @@
 """Generated puzzles of the package reasoning-gym, about 100 data sets, and what its own grading says."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

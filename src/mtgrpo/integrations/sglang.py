@@ -4,8 +4,6 @@ Log-probabilities of sampled tokens are those of the distribution at the tempera
 these are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Environments written for SkyRL, by the package skyrl-gym."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace

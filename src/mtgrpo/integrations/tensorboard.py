@@ -1,7 +1,5 @@
 """TensorBoard."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape

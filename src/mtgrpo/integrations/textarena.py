@@ -1,7 +1,5 @@
 """Games for one player of the package textarena."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator
 from contextlib import contextmanager

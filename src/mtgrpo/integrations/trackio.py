@@ -1,7 +1,5 @@
 """Trackio."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """TriviaQA: trivia questions with many accepted answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 

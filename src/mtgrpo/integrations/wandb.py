@@ -1,7 +1,5 @@
 """Weights & Biases."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a run needs on a machine that has nothing of ours: this package, the versions beside it, the user's files."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

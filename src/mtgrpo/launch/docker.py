@@ -4,8 +4,6 @@ Folders have the names there that they have here: the working folder, which can 
 What is downloaded stays in Docker's volume mtgrpo-cache.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -3,8 +3,6 @@
 The request is a dictionary, and all but the upload needs neither boto3 nor credentials.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

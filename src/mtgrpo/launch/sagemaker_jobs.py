@@ -1,7 +1,5 @@
 """Jobs of SageMaker that were created: how they are, what they print, how they are stopped, what they leave."""
 
-from __future__ import annotations
-
 import sys
 import tarfile
 from collections.abc import Generator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whether a run fits machines that are elsewhere, by the memory plan, and how its ranks are placed on them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

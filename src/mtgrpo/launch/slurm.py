@@ -3,8 +3,6 @@
 The folder of the run must be on a disk that all machines see. A job that Slurm puts back into its queue goes on.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -4,8 +4,6 @@ Names of metrics are flat, with "/" between area and quantity. What is measured 
 `time/`; every other metric is a function of configuration and seed.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod

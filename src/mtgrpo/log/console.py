@@ -1,7 +1,5 @@
 """Progress for the person at the terminal; plain lines where the output is a file or a pipe."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

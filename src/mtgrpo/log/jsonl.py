@@ -1,7 +1,5 @@
 """The record on disk: `metrics.jsonl`, one line per step, and `notes.txt`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager

@@ -9,8 +9,6 @@ What a row gathers from several calls is merged by log-sum-exp, which is exact, 
 flash kernel's backward needs the merged output and log-sum-exp only. On a GPU it is FlexAttention with the same rule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

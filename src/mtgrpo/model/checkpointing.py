@@ -4,8 +4,6 @@ transformers' own (`gradient_checkpointing_enable`) does nothing here: it asks f
 evaluation mode, so that nothing is dropped out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

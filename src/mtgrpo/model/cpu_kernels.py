@@ -6,8 +6,6 @@ a `SMALL` matrix). Every new number of rows costs it some milliseconds once, so 
 `GRID`; other numbers go to MKL. The norms of transformers, with their backward, pass over memory about twenty times.
 """
 
-from __future__ import annotations
-
 import platform
 from functools import cache
 from pathlib import Path

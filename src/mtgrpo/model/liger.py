@@ -4,8 +4,6 @@ A kernel takes the place of the model's own operations only where its results an
 far as rounding goes. Results have the dtype that the model's own have.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Any causal language model by name or path, or a small one from scratch."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

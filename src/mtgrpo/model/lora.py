@@ -3,8 +3,6 @@
 A saved adapter is a folder as peft writes it, which transformers, peft and vLLM take; it names its base.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

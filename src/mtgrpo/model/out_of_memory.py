@@ -1,7 +1,5 @@
 """What to do when the memory of a GPU is not enough."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

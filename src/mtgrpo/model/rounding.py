@@ -7,8 +7,6 @@ itself: its forward pass is repeated with the last bits of its inputs changed. T
 twice as far apart as that (fp64, fp32 and bfloat16; a tiny model and SmolLM2-135M).
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What is set of the model. Whoever reads settings loads no library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec

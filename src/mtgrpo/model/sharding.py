@@ -1,7 +1,5 @@
 """Tensors of which each rank has a part: the part, the whole, and the part of another whole."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ they make is counted as long as it lives. Attention and head are laid out by wha
 here, which make and keep tensors of the same sizes.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

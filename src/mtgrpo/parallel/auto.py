@@ -1,7 +1,5 @@
 """What the launcher says; else what memory has room for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parallel import Parallel

@@ -1,7 +1,5 @@
 """Every rank has the whole model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parallel import Parallel

@@ -1,7 +1,5 @@
 """Which devices train and which sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError, require

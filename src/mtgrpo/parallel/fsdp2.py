@@ -1,7 +1,5 @@
 """Weights, gradients and moments are divided, by torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parallel import Parallel

@@ -1,7 +1,5 @@
 """What a launcher said: torchrun and accelerate launch start several processes, and set variables for each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One process trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parallel import Parallel

@@ -1,7 +1,5 @@
 """Which devices do what in a run, from its settings, what a launcher started, and what there is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

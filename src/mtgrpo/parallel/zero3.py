@@ -1,7 +1,5 @@
 """Weights, gradients and moments are divided, by DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

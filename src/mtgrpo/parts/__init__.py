@@ -1,7 +1,5 @@
 """What all parts of a run have in common: settings that are inert, and something that is open while the run lasts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The file name is the option's name, the dataclass in it holds the settings, its 
 a kind lie in the kind's own folder, and in `integrations`, where one module or folder holds options of several kinds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ budget gathers it over several passes. Both checks compute some dozens of tokens
 that no weight, gradient or random number of the run is touched.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whether what is trained is what was sampled, computed as the model's own forward pass computes each context alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

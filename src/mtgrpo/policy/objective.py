@@ -1,7 +1,5 @@
 """What one rollout batch trains: advantages, corrections and the loss of every token, update by update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """AdamW or Muon, a learning-rate schedule, and gradient clipping."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Mapping

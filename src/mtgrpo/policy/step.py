@@ -1,7 +1,5 @@
 """Micro-batches of a batch through the model, their losses weighted and added, one update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator
 from contextlib import nullcontext

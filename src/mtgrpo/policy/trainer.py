@@ -1,7 +1,5 @@
 """What trains, in a process that has the model: arrays in, new weights and numbers out. It knows no event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

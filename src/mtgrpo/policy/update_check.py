@@ -4,8 +4,6 @@ A few weights of a few tensors, others in every step, are computed a second time
 Of Muon the momentum is, and the direction of one matrix is compared with it. Moments in 8 bits are not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Takes tensors and knows neither engine nor event loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

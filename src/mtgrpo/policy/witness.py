@@ -5,8 +5,6 @@ every algorithm, for the ratio is 1; where it is not, the signs are compared. So
 wrong anywhere between rewards and gradient is seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev

@@ -1,7 +1,5 @@
 """The reward curve, in the terminal and as a picture."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokens of a run as text, each with the characters that it completes; nothing of torch is needed for that."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

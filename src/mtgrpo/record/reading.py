@@ -4,8 +4,6 @@ A model or a stranger may have written it. So all of it comes in the shapes of `
 writes: texts are printable, numbers finite. Whoever writes it into a page escapes it once more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

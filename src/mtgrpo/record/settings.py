@@ -1,7 +1,5 @@
 """What a run keeps beside its metrics and conversations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import refuse_without_effect, require

@@ -1,7 +1,5 @@
 """The shapes of what a run's files hold, and what of a file fits them: it may be of anybody, and of any version."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from mtgrpo.runtime.text import is_number, printable

@@ -4,8 +4,6 @@
 the first thing that is told in the file.
 """
 
-from __future__ import annotations
-
 import platform
 import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`mtgrpo report RUN [RUN ...]`: what runs were, did and learned, on one page of HTML or Markdown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A metric of one or several runs as a picture in SVG, without a script."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """What a report says about runs, whatever it is written in."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

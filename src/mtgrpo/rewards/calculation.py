@@ -1,7 +1,5 @@
 """Is the final number right, and which calls of the calculator led there?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several rewards at once, with weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Is the answer right, and how short was the longest context that it took?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

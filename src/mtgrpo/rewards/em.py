@@ -1,7 +1,5 @@
 """Is the answer to a question right, word for word? As question answering measures it."""
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

@@ -1,7 +1,5 @@
 """What the environment paid."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.rewards import Reward, Score

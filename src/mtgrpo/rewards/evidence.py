@@ -1,7 +1,5 @@
 """Have the searches shown what answers the question?"""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How many words of the answer to a question are right? As question answering measures it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Does the final message look as it should?"""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Are the calls those that were asked for?"""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

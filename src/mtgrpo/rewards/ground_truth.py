@@ -1,7 +1,5 @@
 """Answers that come from a file, or are only guessed at."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

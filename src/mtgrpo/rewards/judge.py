@@ -1,7 +1,5 @@
 """What another language model thinks of the answer."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

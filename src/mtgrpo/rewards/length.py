@@ -1,7 +1,5 @@
 """What a long answer costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.rewards import Reward

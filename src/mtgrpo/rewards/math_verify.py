@@ -1,7 +1,5 @@
 """Is the mathematical expression right, however it is written?"""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

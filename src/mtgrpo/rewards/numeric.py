@@ -1,7 +1,5 @@
 """Is the final number right?"""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a trained reward model thinks of the conversation."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

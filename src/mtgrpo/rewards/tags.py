@@ -1,7 +1,5 @@
 """Does each message have the parts that it should, between tags?"""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

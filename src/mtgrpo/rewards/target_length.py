@@ -1,7 +1,5 @@
 """How far is the answer from a length?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.rewards import Reward

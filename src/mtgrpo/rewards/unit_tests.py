@@ -1,7 +1,5 @@
 """Does the code pass the task's tests?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Demonstrations: conversations that are already written, laid out in turns as if the policy had sampled them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """How many conversations a step has and how far they may go, which tasks are run, which groups are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

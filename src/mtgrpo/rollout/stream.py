@@ -9,8 +9,6 @@ ones run, no group is older than `max_staleness` updates when it is trained, non
 is trained as often as a quick one. With `max_staleness` 0 every deadline is now: synchronous training.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

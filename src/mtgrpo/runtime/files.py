@@ -1,7 +1,5 @@
 """Files: written whole or not at all, read line by line; JSON, and tables in Parquet."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

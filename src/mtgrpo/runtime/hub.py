@@ -1,7 +1,5 @@
 """The Hugging Face hub: whether it is asked, and whether it answers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

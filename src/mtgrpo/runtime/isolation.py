@@ -3,8 +3,6 @@
 Work that needs no such walls but takes the processor for long runs in `workers.py`, programs in `processes.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

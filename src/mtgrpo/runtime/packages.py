@@ -1,7 +1,5 @@
 """Packages that may be absent: what each is for, and how it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """YAML that is plain data, whoever wrote it: of bounded size and depth, without tags, aliases and endless numbers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar

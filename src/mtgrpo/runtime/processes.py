@@ -1,7 +1,5 @@
 """Programs that run beside this process: started in sessions of their own, watched, and ended with their children."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -9,8 +9,6 @@ and `grace_s` seconds later by SIGKILL to all. FOLDER is removed where `parent` 
 signal the reaper, and kills it, is not found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What a machine has left of memory, of disk and of its cores."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Numbers, times, texts and curves, for people at a terminal; what stands in a text."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Work beside an event loop: coroutines together, a loop in a thread, processes for what takes the processor."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What Python offers beside the command: a whole run, and rollouts for people with an engine of their own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext

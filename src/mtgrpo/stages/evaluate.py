@@ -1,7 +1,5 @@
 """Measure a policy, or collect what it says: the same rollouts as in training, no update."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

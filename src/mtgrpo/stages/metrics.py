@@ -1,7 +1,5 @@
 """What groups were like, in numbers: the one place that describes them, for evaluation, training and the profile."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The door between the controller of a run and what trains: arrays and numbers pass through it, no model does."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Where a cluster has lost a rank, the run goes on by itself: ranks are placed anew, from the last checkpoint on."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Where a run goes on: its checkpoint, and the record up to there."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

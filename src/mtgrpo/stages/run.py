@@ -1,7 +1,5 @@
 """What is open during a run: the model, the engine that samples from it, the runner, the tasks, the log."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -1,7 +1,5 @@
 """A run is saved while it goes on, and whatever ends it: the last whole step is then on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Generator

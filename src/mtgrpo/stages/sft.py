@@ -1,7 +1,5 @@
 """The warm start: supervised steps on demonstrations, laid out exactly as the policy's own conversations would be."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

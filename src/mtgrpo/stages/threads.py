@@ -1,7 +1,5 @@
 """What becomes of the threads that `fit_openmp` chose: noted, as before on resume, fewer where others use the cores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The story: stream -> rollout batch -> update -> new weights -> log -> save, until the first limit is reached."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

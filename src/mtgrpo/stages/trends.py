@@ -1,7 +1,5 @@
 """Warnings, with the setting to change, from the metrics of one step after another."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """What is tried before a model is loaded: a first task, which the environment begins and the reward grades, and the
 first demonstrations, as a warm start would see them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager

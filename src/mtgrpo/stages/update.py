@@ -1,7 +1,5 @@
 """A rollout batch becomes an update: the event loop lays it out as tensors, the policy trains, the engine follows."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time

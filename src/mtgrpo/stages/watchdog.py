@@ -1,7 +1,5 @@
 """A run in which nothing moves any more says where everything waits, and ends as SIGTERM would end it."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import os

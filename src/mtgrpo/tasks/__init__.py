@@ -3,8 +3,6 @@
 A stream never loads all of its data, and resumes exactly from its `state_dict`. Its order is computed, not stored.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from abc import ABC, abstractmethod

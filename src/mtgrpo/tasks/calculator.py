@@ -1,7 +1,5 @@
 """Generated word problems that need a calculator: the embedded default, learnable from scratch in minutes on a CPU."""
 
-from __future__ import annotations
-
 import operator
 import random
 import zlib

@@ -1,7 +1,5 @@
 """Conversations that are already written: to learn from them, and to be asked the same again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seeds of games that an environment plays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parts import Text

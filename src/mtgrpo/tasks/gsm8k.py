@@ -1,7 +1,5 @@
 """GSM8K: grade-school maths in several steps."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Numbers to be guessed, within ranges of which some are held out."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

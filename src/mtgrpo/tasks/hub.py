@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError

@@ -1,7 +1,5 @@
 """Files of your own: what all formats share, and JSON Lines."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Pages of amounts to be added up: long conversations whose context may be condensed, for models that can only copy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Questions about the example MCP server: the price of something on the day of an event."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """MATH: competition mathematics with answers in LaTeX."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MBPP: short Python programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Several sources of tasks at once."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence

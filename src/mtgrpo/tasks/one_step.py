@@ -1,7 +1,5 @@
 """Generated word problems of one calculation: for small pretrained models, which can read but hardly calculate."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

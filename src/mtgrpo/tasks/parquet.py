@@ -1,7 +1,5 @@
 """Parquet files of your own."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping

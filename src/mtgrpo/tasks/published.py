@@ -1,7 +1,5 @@
 """What data sets that others have published have in common: a copy on disk, else the one on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of data sets by number, in lines of JSON, Parquet files or on the hub, and how a row becomes a task."""
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Questions to be answered by searching in a corpus of passages."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Questions that the first words of one paragraph of Wikipedia answer: the simplest that take a search."""
 
-from __future__ import annotations
-
 import functools
 import random
 import re

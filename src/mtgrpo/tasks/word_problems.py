@@ -1,7 +1,5 @@
 """SVAMP: short word problems of one or two calculations."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Search by BM25 with the package bm25s."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Exact arithmetic for models: short to describe, bounded in time, the same digits on every machine."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

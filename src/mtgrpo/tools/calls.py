@@ -1,7 +1,5 @@
 """How calls of tools are made: within limits, hardly at all while a tool is out of order, and to fail on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

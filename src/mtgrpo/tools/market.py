@@ -6,8 +6,6 @@
 What it answers depends on the arguments alone, so that task=market knows what is right.
 """
 
-from __future__ import annotations
-
 import sys
 import zlib
 

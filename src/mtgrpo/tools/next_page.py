@@ -1,7 +1,5 @@
 """The pages of a task, one at a time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError

@@ -1,7 +1,5 @@
 """A Python interpreter in a sandbox."""
 
-from __future__ import annotations
-
 import os
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A message is a line of JSON. Values go as data, by their built-in type, and come
 is no data stays where it is: the other end gets a `Remote`, and asks for what it wants of it.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import itertools

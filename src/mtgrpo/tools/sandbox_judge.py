@@ -3,8 +3,6 @@
 Names that neither Python nor the tests nor the task's own code have are the program's; it runs in another process.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

@@ -1,7 +1,5 @@
 """The system calls that code in a sandbox may make: a program for the kernel's seccomp, in classic BPF."""
 
-from __future__ import annotations
-
 import errno
 import platform
 import socket

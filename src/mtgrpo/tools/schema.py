@@ -1,7 +1,5 @@
 """JSON schemas of tools: made from a signature and its docstring, and what arguments are checked by."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Search in a corpus of passages, and what an index of it in a folder has to offer."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import hashlib

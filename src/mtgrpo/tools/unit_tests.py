@@ -1,7 +1,5 @@
 """The tests that a program must pass, run in the sandbox; and where the program stands in a message."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from contextlib import aclosing, nullcontext

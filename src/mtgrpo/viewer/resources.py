@@ -9,8 +9,6 @@ names, runs                   the runs, and what a list tells of each
 0/step_000010/timeline        when its conversations waited, asked the policy and called tools, and weights were pushed
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The page over HTTP, or as files. It answers GET alone, to whoever names the host that it was opened for."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hmac

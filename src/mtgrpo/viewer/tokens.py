@@ -1,7 +1,5 @@
 """The record of a step's tokens as the page gets it: conversations, prefix trees, times."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

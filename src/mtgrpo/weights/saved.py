@@ -3,8 +3,6 @@
 `checkpoint.py` says what is in the folder of one, and writes it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

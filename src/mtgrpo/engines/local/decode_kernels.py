@@ -5,8 +5,6 @@ that the result depends on. It takes the place of `paged_attention.py`, of norms
 compiler these stay as they are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

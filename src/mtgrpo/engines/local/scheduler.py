@@ -5,8 +5,6 @@ tool's reply at the start of a turn, a whole prompt at the start of a conversati
 All are computed in the same forward passes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect, bisect_left
 from collections.abc import Sequence

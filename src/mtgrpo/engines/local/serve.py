@@ -3,8 +3,6 @@
 It has no model before it is told to read one, and then refuses to sample. Whoever reaches it controls it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -6,8 +6,6 @@ Conversations stay with the server that has their KV cache, and siblings share o
 others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The local engine behind the paths of vLLM that are asked for, in a process of its own: no other program is needed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

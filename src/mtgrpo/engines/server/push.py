@@ -10,8 +10,6 @@ A bucket is weights as bytes, one behind the other. One bucket is in the memory 
 number of servers; weights that several ranks train are all in the host's while they are sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Environments written for verifiers, in an interpreter that has it: their tasks, harness and rewards, our tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -8,8 +8,6 @@ it reads a line from each connection, plays that episode and answers in a line; 
 is cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Where the processes of a run are: on this machine, or where a cluster places them. Settings alone, a file each."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

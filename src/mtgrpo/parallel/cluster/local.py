@@ -1,7 +1,5 @@
 """All processes are on the machine where the run was started, or where a launcher starts them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mtgrpo.parallel.cluster import Cluster

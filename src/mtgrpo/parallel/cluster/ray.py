@@ -1,7 +1,5 @@
 """A Ray cluster places what trains and what samples, and places it anew where a machine is lost."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass

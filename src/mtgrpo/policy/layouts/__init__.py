@@ -5,8 +5,6 @@ averaged, for the weights of tokens already add up over all ranks; scores and me
 makes the updates of one process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager

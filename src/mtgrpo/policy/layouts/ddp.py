@@ -4,8 +4,6 @@ torch's DistributedDataParallel is not used: it reduces a weight at its first gr
 gets several.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

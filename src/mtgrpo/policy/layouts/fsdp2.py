@@ -5,8 +5,6 @@ backward pass: the least memory. Passes are collectives then, so ranks make them
 whole weights and gradients stay from the first pass of an update to the last, and one more pass sums the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 

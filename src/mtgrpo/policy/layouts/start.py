@@ -1,7 +1,5 @@
 """The layout that settings name."""
 
-from __future__ import annotations
-
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.ddp import DDP
 from mtgrpo.parallel.fsdp2 import FSDP2

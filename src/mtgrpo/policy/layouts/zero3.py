@@ -4,8 +4,6 @@ Weights are gathered for each pass of a module and given back after it, and ever
 that ranks make their passes in one order (`batch/word.py`). DeepSpeed clips and steps too, in fp32.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
