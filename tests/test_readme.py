@@ -82,7 +82,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, block in zip(("shop.py", "my_agent.py"), blocks("python"), strict=True):
         (folder / name).write_text(block)
     (folder / "example.yaml").write_text(*blocks("yaml"))
-    (folder / "bills.jsonl").write_text("".join(blocks("json", PAGES["tools"])))
+    for name in ("bills.jsonl", "more_bills.jsonl"):
+        (folder / name).write_text("".join(blocks("json", PAGES["tools"])))
     named = [*blocks("yaml", PAGES["command"]), *blocks("python", PAGES["tools"]), BILL]
     named += blocks("python", PAGES["first_task"])
     for block in named:
@@ -144,7 +145,7 @@ def test_the_worked_example_calls_the_tool_and_is_told_what_it_says(
 
 async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(newcomer)
-    task = next(Jsonl(path="bills.jsonl", val_files=["held_out.jsonl"]).stream(Split.train, 0))
+    task = next(Jsonl(path="bills.jsonl", val_files=["more_bills.jsonl"]).stream(Split.train, 0))
     environment = ToolUse(tools=["till.py:Till", "weekday.py:weekday"])
 
     async def told(playing: ToolUse, tool: str, **arguments: str) -> str:

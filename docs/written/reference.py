@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from itertools import takewhile
@@ -168,11 +170,29 @@ def recipes_page() -> str:
     return joined(parts)
 
 
+def annotations(what: Any) -> dict[str, str]:
+    """The types of fields or parameters as the source has them, and under "return" that of what is given back."""
+    if inspect.isclass(what):
+        bodies = [parsed(cls).body for cls in reversed(what.__mro__) if cls.__module__.startswith("mtgrpo")]
+        found = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
+        return {ast.unparse(node.target): ast.unparse(node.annotation) for node in found}
+    function = parsed(what)
+    told = {arg.arg: arg.annotation for arg in (*function.args.args, *function.args.kwonlyargs)}
+    return {name: ast.unparse(node) for name, node in {**told, "return": function.returns}.items() if node}
+
+
+def parsed(what: Any) -> Any:
+    """The definition of a class or function."""
+    return ast.parse(textwrap.dedent(inspect.getsource(what))).body[0]
+
+
 def signature(what: Any) -> str:
     """How it is made or called; "" of exceptions, enumerations and what is opened by others."""
     if inspect.isclass(what) and (issubclass(what, Enum | BaseException) or not dataclasses.is_dataclass(what)):
         return ""
-    spoken = inspect.signature(what)
+    spoken, types = inspect.signature(what), annotations(what)
+    typed = {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in spoken.parameters.items()}
+    spoken = spoken.replace(parameters=[*typed.values()], return_annotation=types.get("return", ""))
     starred = [p for p in spoken.parameters.values() if p.kind is p.KEYWORD_ONLY]
     words = [("*, " if p in starred[:1] else "") + str(p) for p in spoken.parameters.values()]
     result = "" if inspect.isclass(what) else f" -> {spoken.return_annotation}"
