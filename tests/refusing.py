@@ -66,5 +66,6 @@ def run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     files.PROJECT = Path()  # what lies beside the project, as data and vLLM may, is not found
+    os.environ.pop("MTGRPO_DATA", None)
     furnish(Path())
     print(json.dumps([typed(words) for words in json.load(sys.stdin)]))
