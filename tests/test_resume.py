@@ -38,6 +38,7 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages import evaluate as evaluation
 from mtgrpo.stages import trainer
 from mtgrpo.stages.evaluate import AllFailedError
+from mtgrpo.stages.resume import differences
 from mtgrpo.stages.saving import Saver
 from mtgrpo.stages.sft import run_sft
 from mtgrpo.stages.trainer import train
@@ -565,8 +566,14 @@ def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
     digests = [
         f"sha256:{hashlib.sha256((source + comment).encode()).hexdigest()[:12]}" for comment in ("# another\n", "")
     ]
-    assert "other settings than before: {}={} (was {})\n".format(os.path.relpath(own), *digests) in notes
-    assert f"is no measure of the new: {os.path.relpath(own)}\n" in notes
+    assert "other settings than before: {}={} (was {})\n".format(own, *digests) in notes
+    assert f"is no measure of the new: {own}\n" in notes
+
+
+def test_a_file_that_only_one_of_them_has_used_is_no_difference() -> None:
+    before = {"reward": "/a/own.py:R", "/a/own.py": "sha256:1", "/b/own.py": "sha256:2"}
+    now = {"reward": "/c/own.py:R", "/c/own.py": "sha256:1", "/b/own.py": "sha256:3"}
+    assert differences(before, now) == ["reward=/c/own.py:R (was /a/own.py:R)", "/b/own.py=sha256:3 (was sha256:2)"]
 
 
 def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) -> None:

@@ -360,20 +360,28 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
     assert measured == [str(checkpoint)]
 
 
+@pytest.mark.parametrize(
+    ("words", "began", "hints"),
+    [
+        ("trust_code=true environment.tools=[away.py:tool]", "/tmp", True),
+        ("trust_code=true environment.tools=[away.py:tool]", "/nowhere/here", False),  # the run came from elsewhere
+        ("trust_code=true eval.tasks=0", "/tmp", False),
+        ("environment.tools=[away.py:tool] engine.local.seed=1", "/tmp", False),
+        ("reward.of=1", "/tmp\nmtgrpo: its signature is right", False),
+    ],
+)
 def test_a_file_that_the_record_names_is_missed_where_another_folder_is_meant(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, began: str, hints: bool, place: Path
 ) -> None:
     run = recorded(place)
     (run / "checkpoints/step_000001").mkdir(parents=True)
     hydra = yaml.safe_load((run / ".hydra/hydra.yaml").read_text())
-    hydra["hydra"]["runtime"]["cwd"] = "/where/it/began"
+    hydra["hydra"]["runtime"]["cwd"] = began
     (run / ".hydra/hydra.yaml").write_text(yaml.safe_dump(hydra))
-    words = ["eval", "checkpoint=" + str(run), "trust_code=true"]
-    for file, missed in (("environment.tools=[away.py:tool]", True), ("eval.tasks=0", False)):
-        with pytest.raises(ConfigError) as refused:
-            cli.run_command([*words, file])
-        hint = f"; names in the record of {run} are relative to /where/it/began, where that run was started: go there"
-        assert str(refused.value).endswith(hint) == missed
+    with pytest.raises(ConfigError) as refused:
+        cli.run_command(["eval", f"checkpoint={run}", *words.split()])
+    hint = f"; names in the record of {run} are relative to '/tmp', where it was started: go there"
+    assert str(refused.value).endswith(hint) == hints and "\n" not in str(refused.value)
 
 
 def test_an_evaluation_goes_on_in_its_folder_where_that_is_asked_for(

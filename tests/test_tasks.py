@@ -141,7 +141,11 @@ def test_a_generated_source_counts_up_without_an_end() -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     state = IndexedStream(10, numbered, 0).state_dict()
     message = error_of(lambda: IndexedStream(11, numbered, 0).load_state_dict(state))
-    assert "10 rows" in message and "11 now" in message
+    assert "10 rows" in message and "11 rows now" in message
+    mixture = MixedStream([IndexedStream(10, numbered, 0), IndexedStream(5, numbered, 0)], [1.0, 1.0], 0)
+    message = error_of(lambda: IndexedStream(10, numbered, 0).load_state_dict(mixture.state_dict()))
+    assert "the data had other rows when the state was saved and has 10 rows now" in message
+    assert "task.of had 0 entries when the state was saved, not 2" in error_of(lambda: mixture.load_state_dict(state))
 
 
 # JSON Lines

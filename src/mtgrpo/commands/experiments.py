@@ -159,7 +159,7 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
 
 
 def _refuse_misplaced(command: str, words: Sequence[str], several: bool) -> None:
-    keys = {word.partition("=")[0] for word in words}
+    keys = {word.partition("=")[0].lstrip("+") for word in words}
     if command == "eval" and "sampling.temperature" in keys:
         raise ConfigError("sampling.temperature has no effect: samples are of temperature 1, and greedy ones besides")
     if several and DOOR in os.environ:

@@ -131,15 +131,16 @@ class ExperimentLoader(ConfigLoader):
         self.notes: list[str] = []  # for the user, of the last configuration
         self._folders, self._reads, self._run = list(folders), evaluates or run is not None, run
         self._trains = not evaluates and job != "sft"  # a warm start begins from scratch; what is measured is named
-        self._record: Path | None = None  # the run whose record is the recipe
+        self._record: Path | None = None  # the run whose record, which may be used, is the recipe
         self._primary = None if primary == "base" else read_primary(primary, folders)
 
     def hint(self, said: str) -> str:
-        """Where `said` is of a file below this folder, and a run's record may mean another: the end of the message."""
-        begun = started_in(self._record) if self._record and str(Path.cwd()) in said else ""
-        if begun in ("", str(Path.cwd())):
+        """Where `said` misses a file below this folder, and a run's record means another: the end of the message."""
+        here, begun = str(Path.cwd()), started_in(self._record) if self._record else ""
+        missed = re.search(f"no (such )?file.*{re.escape(here)}/", said)
+        if not missed or begun == here or not Path(begun or "?").is_dir():
             return ""
-        return f"; names in the record of {self._record} are relative to {begun}, where that run was started: go there"
+        return f"; names in the record of {self._record} are relative to {begun!r:.200}, where it was started: go there"
 
     def load_configuration(
         self,
@@ -253,12 +254,12 @@ class ExperimentLoader(ConfigLoader):
         self.notes = []
         primary = [self._primary] if self._primary else []
         asked = [word for word in words if word.key_or_group == "recipe"]
-        self._record = run = checkpoint.parent.parent if checkpoint else self._run
-        if run:
+        if run := checkpoint.parent.parent if checkpoint else self._run:
             if asked:
                 raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
             given = {**typed, **({"model.name": None} if checkpoint else {})}  # whose place the checkpoint takes
             record = read_run(run, typed.get("trust_code") is True, given)
+            self._record = run
             return record.choices.get("recipe"), [record, *primary]
         recipe, note = self._usual_recipe(typed)
         self.notes = [] if asked else note

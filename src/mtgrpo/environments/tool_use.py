@@ -65,7 +65,7 @@ class ToolUse(CallLimits, Environment):
     def _use(self, loaded: dict[str, Tool]) -> None:
         """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
         self._loaded = loaded
-        self._failed = set[str]()  # tools of which that has been told
+        self._failed = set[str]()  # tools whose first failure has been told
         self._tools: dict[str, Tool] = {}  # of a conversation
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():

@@ -151,6 +151,7 @@ def load_file(path: Path) -> ModuleType:
         raise ConfigError(f"{path} cannot be imported: {explained(error)}") from error
 
 
+DIGEST = "sha256:"  # before a digest
 digests: dict[str, str] = {}  # of the files that `load_file` has read, by their paths
 
 
@@ -166,7 +167,7 @@ class _FileFinder:
         file = bytes.fromhex(place).decode()
         if (folder := os.path.dirname(file)) not in sys.path:
             sys.path.append(folder)  # what lies beside it can be imported, as by a script
-        digests[file] = f"sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
+        digests[file] = f"{DIGEST}{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
         return importlib.util.spec_from_file_location(name, file)
 
 

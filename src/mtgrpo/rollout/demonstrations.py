@@ -11,7 +11,7 @@ from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
-from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
 
@@ -24,13 +24,13 @@ async def laid_out(
     return await demonstrate(task, opening, messages, chat, *contexts)
 
 
-def refused_call(example: Trajectory, environment: Environment, first: bool) -> str:
-    """Why no tool of `environment` takes the first such call of a demonstration; "" where all are taken.
+def refused_calls(example: Trajectory, environment: Environment) -> tuple[str, bool]:
+    """Why no tool of `environment` takes a call of a demonstration, "" where all are taken; and whether one is taken.
 
-    Raises ConfigError where of the `first` demonstration not one call is taken.
+    Where there are no tools, each is taken for what is only said.
     """
     offered, refused = [tool.name for tool in example.tools], list[str]()
-    calls = [call for turn in example.turns for call in turn.message.tool_calls]
+    calls = [call for turn in example.turns for call in turn.message.tool_calls if call.name != CONDENSE.name]
     for call in calls:
         why = ""
         if call.name not in offered:
@@ -39,12 +39,8 @@ def refused_call(example: Trajectory, environment: Environment, first: bool) -> 
             why = environment.refusal(call)
         if why:
             refused.append(f"calls {call.name}({', '.join(call.arguments)}): {why}")
-    if not refused:
-        return ""
-    why = f"the demonstration of task {example.task.id} {refused[0]}"
-    if first and offered and len(refused) == len(calls):
-        raise ConfigError(f"{why}; correct it")
-    return why
+    first = f"the demonstration of task {example.task.id} {refused[0]}" if refused else ""
+    return first, not offered or len(refused) < len(calls)
 
 
 async def demonstrate(

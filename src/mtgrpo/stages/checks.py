@@ -99,7 +99,8 @@ def _refuse_other_data(tasks: TaskStream, begun: Mapping[str, Any]) -> None:
         before = begun.get("settings", {})
         told = ((key, before.get(key, "")) for key in ("task", "task.path", "task.train_files"))
         named = [f"{key}={value}" for key, value in told if value not in ("", "[]")]
-        raise ConfigError(f"{error}; that run began with {' '.join(named)}") from error
+        began = f"; that run began with {' '.join(named)}" if named else ""
+        raise ConfigError(f"{error}{began}") from error
 
 
 @contextmanager

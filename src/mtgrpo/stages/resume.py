@@ -8,6 +8,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.parts import extension
+from mtgrpo.parts.extension import DIGEST
 from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
@@ -29,26 +30,31 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     if resume == LATEST:
         _cut_back(folder, found)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
-    if found and (other := differences(found.state.get("settings", {}), settings_of(folder))):
+    before, now = (found.state.get("settings", {}) if found else {}), settings_of(folder)
+    if found and (other := differences(before, now)):
         note(f"with other settings than before: {'; '.join(other)}")
-        measured = ", ".join(line.partition("=")[0] for line in other if _MEASURES.match(line) and _NEW not in line)
+        of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
+        names = [line.partition("=")[0] for line in other if _NEW not in line]
+        measured = [name for name in names if _MEASURES.match(name) or f"{Path(name).name}:" in of_measures]
         if measured and _SUCCESS in found.state.get("summary", {}):
-            note(f"success before training was measured with the old, and is no measure of the new: {measured}")
+            told = ", ".join(measured)
+            note(f"success before training was measured with the old, and is no measure of the new: {told}")
     return found
 
 
 def settings_of(folder: Path) -> dict[str, str]:
-    """Every option of the run in `folder` as text, and of each file of somebody's own that they name its digest."""
-    settings = read_settings(folder)
-    said, files = " ".join(settings.values()), extension.digests.items()
-    return settings | {os.path.relpath(file): digest for file, digest in files if f"{Path(file).name}:" in said}
+    """Every option of the run in `folder` as text, and a digest of each file of somebody's own that it may use."""
+    return read_settings(folder) | extension.digests
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The settings in which a run differs from what it was, for people."""
-    names = (name for name in {**before, **now} if name not in OF_RESUMING)
-    both = ((name, before.get(name, _NEW), now.get(name, _NEW)) for name in names if before and now)
-    return [f"{name}={new} (was {old})" for name, old, new in both if old != new]
+    """The settings in which a run differs from what it was, for people; of a file, where both have used it."""
+    names = (name for name in {**before, **now} if name not in OF_RESUMING and before and now)
+    both = ((name, before.get(name, _NEW), now.get(name, _NEW)) for name in names)
+    changed = ((name, old, new) for name, old, new in both if old != new)
+    return [
+        f"{name}={new} (was {old})" for name, old, new in changed if not (_NEW in (old, new) and DIGEST in (old + new))
+    ]
 
 
 def final_results(folder: Path, step: int) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
-from mtgrpo.rollout.demonstrations import laid_out, refused_call
+from mtgrpo.rollout.demonstrations import laid_out, refused_calls
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
@@ -58,11 +58,11 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     run.sinks.stage("warm start", settings.steps)
     run.trainer.begin(Stage.imitation)
     source = experiment.demonstrated
-    stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
-    if run.resumed and begun["step"]:
+    stream, imitated = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), begun["step"] > 0
+    if run.resumed and imitated:
         run.trainer.load(run.resumed.path, version=0)
         stream.load_state_dict(begun["tasks"])
-    examples = demonstrations(source, stream, run.runner, experiment.seed, run.sinks.note)
+    examples = demonstrations(source, stream, run.runner, experiment.seed, run.sinks.note, taken=imitated)
     limit = most_unasked(experiment, run.trainer.weights())
     name = f"batch.token_budget={limit}"
     if longest := run.trainer.weights().traits.limit.tokens:
@@ -89,10 +89,18 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
 
 
 async def demonstrations(
-    source: TaskSource, stream: TaskStream, runner: RolloutRunner, seed: int, note: Callable[[str], None]
+    source: TaskSource,
+    stream: TaskStream,
+    runner: RolloutRunner,
+    seed: int,
+    note: Callable[[str], None],
+    taken: bool = False,
 ) -> AsyncIterator[Trajectory]:
-    """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch."""
-    without, told, first = 0, False, True
+    """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch.
+
+    taken: a call of one before was of a tool. Raises ConfigError where one makes calls, and none so far was.
+    """
+    without, told = 0, False
     for task in stream:
         messages = source.demonstration(task, seed + stream.epoch)
         if not messages:
@@ -105,10 +113,13 @@ async def demonstrations(
         without = 0
         contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
         example = await laid_out(task, messages, runner.environment, runner.chat, *contexts)
-        if not told and (why := refused_call(example, runner.environment, first)):
-            told = True
-            note(why)
-        first = False
+        if not told:
+            why, takes = refused_calls(example, runner.environment)
+            taken = taken or takes
+            if why and not taken:
+                raise ConfigError(f"{why}; correct it")
+            if told := bool(why):
+                note(why)
         yield example
 
 

@@ -13,13 +13,14 @@ from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
-from mtgrpo.rollout.demonstrations import laid_out, refused_call
+from mtgrpo.rollout.demonstrations import laid_out, refused_calls
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
+MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
 SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
@@ -39,7 +40,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
     """A reward of ours says of an empty answer, while nothing is open, whether such a task is for it."""
     environment, reward = experiment.environment, experiment.reward
-    async with _left_to_the_run(task, running):
+    async with _left_to_the_run(None if running else task):
         if _begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
@@ -52,11 +53,12 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
     environment, reward, alone = experiment.environment, experiment.reward, _begins(experiment.environment)
     said: list[Message] = [Message("assistant", task.answer)]
     shown: Sequence[Message] | None = None
-    async with _left_to_the_run(task, running):
+    async with _left_to_the_run(None if running else task):
         if _begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
                 said += (await world.step(said[0])).messages if alone else ()
+    async with _left_to_the_run():
         shown = experiment.task.demonstration(task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
         return
@@ -101,7 +103,7 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
 
-    Returns what to say where one of several calls is of no tool.
+    Returns what to say where some of their calls are refused.
     Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
     """
     environment, source = experiment.environment, experiment.demonstrated
@@ -109,12 +111,16 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
         return []
     tasks = islice(source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), MAX_WITHOUT)
     shown = ((task, said) for task in tasks if (said := source.demonstration(task, experiment.seed)))
-    refusals = list[str]()
+    refusals, taken = list[str](), False
     for task, messages in islice(shown, FEW):
         try:
             async with asyncio.timeout(LONGEST_S):
                 example = await laid_out(task, messages, environment, chat)
-                refusals.append(refused_call(example, environment, first=not refusals))
+            why, takes = refused_calls(example, environment)
+            taken = taken or takes
+            if why and not taken:
+                raise ConfigError(f"{why}; correct it")
+            refusals += [why] if why else []
         except ConfigError:
             raise
         except Exception as error:
@@ -122,7 +128,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 break
             why = extension.explained(error)
             raise ConfigError(f"the demonstration of task {task.id} cannot begin: {why}; correct it") from error
-    return [why for why in refusals if why][:1]
+    return refusals[:1]
 
 
 def untried(experiment: Experiment) -> str:
@@ -135,10 +141,10 @@ def untried(experiment: Experiment) -> str:
 
 
 @asynccontextmanager
-async def _left_to_the_run(task: Task, running: bool) -> AsyncGenerator[None]:
-    """What within takes too long or goes wrong is left to the run, but for a wrong setting, and a fault of own code.
+async def _left_to_the_run(begins: Task | None = None) -> AsyncGenerator[None]:
+    """What within takes too long or goes wrong is left to the run, but for a wrong setting.
 
-    Raises ConfigError. What reaches something, as what is `running` may, can also be out of order for a while.
+    And but for a mistake in code of the user's own by which a task that `begins` does not. Raises ConfigError.
     """
     try:
         async with asyncio.timeout(LONGEST_S):
@@ -146,8 +152,8 @@ async def _left_to_the_run(task: Task, running: bool) -> AsyncGenerator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if not running and extension.of_own_code(error) and not isinstance(error, OSError):
-            raise ConfigError(f"task {task.id} cannot begin: {extension.explained(error)}; correct it") from error
+        if begins and isinstance(error, MISTAKES) and extension.of_own_code(error):
+            raise ConfigError(f"task {begins.id} cannot begin: {extension.explained(error)}; correct it") from error
 
 
 def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:

@@ -114,8 +114,9 @@ class IndexedStream:
 
         Raises ConfigError when the number of rows is not what it was: the order would be another one.
         """
-        if state["rows"] != self._length:
-            before, now = (f"{rows} rows" if rows else "endless problems" for rows in (state["rows"], self._length))
+        saved = state.get("rows", "other")  # a mixture has none
+        if saved != self._length:
+            before, now = (f"{rows} rows" if rows else "endless problems" for rows in (saved, self._length))
             raise ConfigError(
                 f"the data had {before} when the state was saved and has {now} now; go on with the data of that run, "
                 "or start a new run"

@@ -101,8 +101,8 @@ class MixedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises ConfigError where the sources are others."""
-        if len(state["of"]) != len(self._streams):
-            raise ConfigError(f"task.of had {len(state['of'])} entries when saved, not {len(self._streams)}")
+        if (saved := len(state.get("of", ()))) != len(self._streams):
+            raise ConfigError(f"task.of had {saved} entries when the state was saved, not {len(self._streams)}")
         self._drawn = state["drawn"]
         self._weights = [0.0 if ended else weight for weight, ended in zip(self._weights, state["ended"], strict=True)]
         for stream, position in zip(self._streams, state["of"], strict=True):
