@@ -214,6 +214,20 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         ),
         "the demonstration of task said/",
     ),
+    "a tool whose start takes no task": (
+        "sft.demonstrations=said.jsonl sft.steps=1 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    async def start(self):  # here\n        self.stock = '1'\n\n"
+            '    def __call__(self) -> str:\n        """What there is."""\n        return self.stock\n',
+        ),
+        "the tool Own: start(self) must be start(self, task)",
+    ),
+    "a reward that takes what another library gives": (
+        REWARD,
+        of_class("Reward", "    def reward(self, prompts, completions):  # here\n        return 1.0\n"),
+        "own.py:Own: reward(self, prompts, completions) must be reward(self, trajectory)",
+    ),
     "a tool that cannot begin a training task": (
         "task=jsonl task.path=rows.jsonl task.val_files=[stock.jsonl] environment.tools=[own.py:Own] reward=length",
         of_class(

@@ -188,6 +188,18 @@ async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str, 
     assert bool(why) == bool(refusal)
 
 
+def test_a_row_of_demonstrations_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    path, said = (
+        tmp_path / "said.jsonl",
+        [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "#### 1"}],
+    )
+    path.write_text(f"{json.dumps({'messages': said})}\n" * 8 + "{broken\n")
+    words = [f"sft.demonstrations={path}", "sft.steps=1", "trainer.steps=1", "eval.tasks=1"]
+    fault = f"1 of the 9 rows that were checked cannot be used and are skipped; the first: {path}, line 9"
+    assert any(note.startswith(fault) for note in check(experiment(*words)))
+    assert fault in (ran(tmp_path / "run", *words) / "notes.txt").read_text()
+
+
 @pytest.mark.parametrize(("steps", "refused"), [(0, False), (1, True)])
 def test_a_task_may_have_demonstrations_that_nobody_imitates(
     steps: int, refused: bool, own: Path, tmp_path: Path

@@ -40,6 +40,7 @@ from mtgrpo.config.recipe import (
 from mtgrpo.config.run_record import checkpoint_folder, read_run, started_in
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
+from mtgrpo.weights.saved import STATE
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
 
@@ -287,6 +288,7 @@ class ExperimentLoader(ConfigLoader):
         rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
         recipe = "pretrained_lora" if rank else "pretrained"
         why = "no recipe= is given, and the usual one (of other steps and lr) is for the model that ships"
+        why += "; for weights of a run of yours give its recipe" if (Path(str(name)) / STATE).is_file() else ""
         return recipe, [f"recipe={recipe} is taken for model.name={name}: {why}"] if "model.name" in typed else []
 
     @property

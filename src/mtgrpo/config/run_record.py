@@ -18,7 +18,7 @@ from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import LOCK, last_written
 from mtgrpo.runtime.plain_yaml import read_bounded
-from mtgrpo.weights.saved import newest_of
+from mtgrpo.weights.saved import find_steps, newest_of
 
 CHECKPOINTS = "checkpoints/step_*"
 LEFT_OUT = {"hydra", "log", "resume", "resume_mode", "devices", "parallel"}
@@ -82,7 +82,8 @@ def checkpoint_folder(given: str) -> Path:
     """The folder that `checkpoint=` names, of a run the newest. Raises ConfigError where it is none, or in no run's."""
     path = (last_written(CHECKPOINTS) if given == "latest" else Path(given)).expanduser().resolve()
     if not path.is_dir():
-        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
+        there = ", ".join(one.name for one in find_steps(path.parent).values())
+        raise ConfigError(f"checkpoint={given}: there is no folder {path}{there and f'; beside it are {there}'}")
     path = newest_of(path) or path
     if (path / ".hydra" / "config.yaml").is_file():
         raise ConfigError(f"checkpoint={given} is a run without a checkpoint; with resume=true it makes them anew")

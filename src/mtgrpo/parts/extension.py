@@ -117,10 +117,11 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
     found = find(package, name, base, what)
     if not (inspect.isclass(found) and issubclass(found, base)):
         methods = " and ".join(sorted(getattr(base, "__abstractmethods__", ())))
-        what = "a class of its own" if inspect.isclass(found) else f"a {type(found).__name__}"
+        what = kind_of(found)
         if inspect.isfunction(found):
             what += f"; make it the method {methods} of one{getattr(base, 'or_function', '')}"
         raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {what}")
+    check_methods(found, base, name)
     given = [field.name for field in dataclasses.fields(base)] if dataclasses.is_dataclass(base) else []
     try:
         inspect.signature(found).bind_partial(**dict.fromkeys(given))
@@ -134,6 +135,31 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
             f"{name}: the class does not define {', '.join(sorted(cast(Any, found).__abstractmethods__))}"
         )
     return found
+
+
+def kind_of(found: object) -> str:
+    """What somebody's file has under a name, for messages: a class by what it is derived from, else its type."""
+    if not inspect.isclass(found):
+        return f"a {type(found).__name__}"
+    bases = [base.__name__ for base in found.__bases__ if base is not object]
+    return f"a class derived from {', '.join(bases)}" if bases else "a class of its own"
+
+
+def check_methods(found: type, base: type, name: str) -> None:
+    """Raise ConfigError where a method of `found`, which is called `name`, does not take what one of `base` does."""
+    for method, expected in inspect.getmembers(base, inspect.isfunction):
+        own = getattr(found, method)
+        if method.startswith("_") or own is expected or not inspect.isfunction(own):
+            continue
+        parameters = inspect.signature(expected).parameters.values()
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        try:
+            inspect.signature(own).bind(
+                *[p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD], **dict.fromkeys(named)
+            )
+        except TypeError:
+            has, takes = (", ".join(inspect.signature(each).parameters) for each in (own, expected))
+            raise ConfigError(f"{name}: {method}({has}) must be {method}({takes}){place(own)}") from None
 
 
 def load_file(path: Path) -> ModuleType:

@@ -64,6 +64,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
         for source in task_sets(experiment).values():
             if not source.opens:
                 held_out_tasks(experiment, source)
+        held_out = list[Task]()
         if not experiment.task.opens:
             tasks, held_out = open_tasks(experiment)
             notes += tasks.notes
@@ -74,6 +75,8 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
         if trains:
             experiment.check_warm_start()
         _, chat = open_tokenizer(experiment)
+        if longest := experiment.environment.max_context_length:
+            refuse_too_short(experiment, chat, held_out, longest)
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))
     return notes
@@ -164,9 +167,30 @@ def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Cha
     """
     if (Path(experiment.model.name) / STATE).exists():
         read_checkpoint(Path(experiment.model.name))
+    elif newest := newest_of(Path(experiment.model.name)):
+        raise ConfigError(f"model.name={experiment.model.name} is a run; its newest checkpoint is {newest}")
     tokenizer = load_tokenizer(experiment.model.name)
     chat = open_chat(tokenizer, experiment.chat)
     if chat.template is not None:
         tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
     chat.open([Message("user", "hello")], visible_tools(experiment.environment.tool_specs, experiment.condenser))
     return tokenizer, chat
+
+
+def refuse_too_short(experiment: Experiment, chat: Chat, tasks: list[Task], longest: int) -> None:
+    """Raise ConfigError where of the first `tasks` not one leaves room for an answer."""
+    tools = visible_tools(experiment.environment.tool_specs, experiment.condenser)
+    lengths = [] if experiment.agent.active else [len(chat.open(task.messages, tools)) for task in tasks[:20]]
+    shortest = min(lengths, default=0)
+    if shortest >= longest:
+        asked = experiment.environment.max_context_length
+        limit = (
+            f"environment.max_context_length={asked}"
+            if asked
+            else f"what model and batch.token_budget allow ({longest})"
+        )
+        higher = f"set it to {shortest + experiment.sampling.max_new_tokens} or higher"
+        raise ConfigError(
+            f"{limit} leaves no room for an answer: the prompts of the first {len(lengths)} held-out tasks have "
+            f"{shortest} tokens or more; {higher if asked else 'set batch.token_budget higher, or take another model'}"
+        )

@@ -31,10 +31,9 @@ from mtgrpo.parts import RunContext
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
-from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.resources import keep_freed_memory
-from mtgrpo.stages.checks import held_out_tasks, open_tasks, open_tokenizer, task_sets
+from mtgrpo.stages.checks import held_out_tasks, open_tasks, open_tokenizer, refuse_too_short, task_sets
 from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
 from mtgrpo.stages.resume import take_up
 from mtgrpo.stages.threads import settle_threads
@@ -118,7 +117,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         trainer = PolicyTrainer(config, train, reference, start)
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
-        _refuse_too_short(experiment, chat, held_out, longest)
+        refuse_too_short(experiment, chat, held_out, longest)
         engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
@@ -234,25 +233,6 @@ def longest_context(experiment: Experiment, source: WeightSource) -> int:
             f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
         )
     return asked or min(limit.tokens, most_unasked(experiment, source))
-
-
-def _refuse_too_short(experiment: Experiment, chat: Chat, tasks: list[Task], longest: int) -> None:
-    """Raise ConfigError where of the first `tasks` not one leaves room for an answer."""
-    tools = visible_tools(experiment.environment.tool_specs, experiment.condenser)
-    lengths = [] if experiment.agent.active else [len(chat.open(task.messages, tools)) for task in tasks[:20]]
-    shortest = min(lengths, default=0)
-    if shortest >= longest:
-        asked = experiment.environment.max_context_length
-        limit = (
-            f"environment.max_context_length={asked}"
-            if asked
-            else f"what model and batch.token_budget allow ({longest})"
-        )
-        higher = f"set it to {shortest + experiment.sampling.max_new_tokens} or higher"
-        raise ConfigError(
-            f"{limit} leaves no room for an answer: the prompts of the first {len(lengths)} held-out tasks have "
-            f"{shortest} tokens or more; {higher if asked else 'set batch.token_budget higher, or take another model'}"
-        )
 
 
 def most_unasked(experiment: Experiment, source: WeightSource) -> int:

@@ -59,6 +59,8 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     run.trainer.begin(Stage.imitation)
     source = experiment.demonstrated
     stream, imitated = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), begun["step"] > 0
+    if not settings.demonstrations:
+        stream.notes.clear()  # those of the run's own tasks are told
     if run.resumed and imitated:
         run.trainer.load(run.resumed.path, version=0)
         stream.load_state_dict(begun["tasks"])
@@ -73,7 +75,8 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         metrics = await run.trainer.imitate(batch, weights)
-        run.sinks.tell(run.trainer.notes)
+        for notes in (stream.notes, run.trainer.notes):
+            run.sinks.tell(notes)
         losses.append(metrics["loss"])
         elapsed_s = saver.summary["time/sft_s"] = time.perf_counter() - began
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)

@@ -103,14 +103,19 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
 
-    Returns what to say where some of their calls are refused.
+    Returns what to say of rows that cannot be used, and where some calls are refused.
     Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
     """
     environment, source = experiment.environment, experiment.demonstrated
-    if not experiment.sft.steps or source.opens or not _begins(environment):
+    if not experiment.sft.steps or source.opens:
         return []
-    tasks = islice(source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED), MAX_WITHOUT)
-    shown = ((task, said) for task in tasks if (said := source.demonstration(task, experiment.seed)))
+    stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    notes = list(stream.notes) if experiment.sft.demonstrations else []  # those of the run's own tasks are told
+    if not _begins(environment):
+        return notes
+    shown = (
+        (task, said) for task in islice(stream, MAX_WITHOUT) if (said := source.demonstration(task, experiment.seed))
+    )
     refusals, taken = list[str](), False
     for task, messages in islice(shown, FEW):
         try:
@@ -128,7 +133,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 break
             why = extension.explained(error)
             raise ConfigError(f"the demonstration of task {task.id} cannot begin: {why}; correct it") from error
-    return refusals[:1]
+    return notes + refusals[:1]
 
 
 def untried(experiment: Experiment) -> str:

@@ -44,7 +44,9 @@ class RowFaults:
         if row.id == self._rows.default_id(number) or (earlier := self._first.setdefault(row.id, number)) == number:
             return True
         where = self._rows.where
-        self._repeated[number] = f"{where(number)}: the id {row.id!r} is that of {where(earlier)} already"
+        self._repeated[number] = (
+            f"{where(number)}: the id {row.id!r} is that of {where(earlier)} already; results go by ids"
+        )
         return False
 
     @property

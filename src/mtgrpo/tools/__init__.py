@@ -104,9 +104,10 @@ def _build(name: str, found: Any, settings: dict[str, Any]) -> Tool:
     if inspect.isclass(found) and issubclass(found, Tool):
         if found.specs is Tool.specs and not any("__call__" in vars(base) for base in found.__mro__):
             raise ConfigError(f"the tool {name} has no __call__; write one, or `specs` and `call` for several tools")
+        extension.check_methods(found, Tool, f"the tool {name}")
         return built(f"tool {name}", found, settings)
     if inspect.isclass(found) or not callable(found):
-        raise ConfigError(f"the tool {name} must be a function or a subclass of Tool, it is {found!r}")
+        raise ConfigError(f"the tool {name} must be a function or a subclass of Tool, it is {extension.kind_of(found)}")
     optional = {**schema.signature_spec(name, found).parameters, "required": []}
     try:
         schema.ArgumentCheck(ToolSpec(name, "", optional), closed=True)(settings)
