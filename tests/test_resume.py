@@ -552,7 +552,6 @@ def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
     own, record = tmp_path / "own.py", tmp_path / "run/.hydra/config.yaml"
     source = f"from {Path(__file__).stem} import Tokens\n\n\nclass Mine(Tokens):\n    pass\n"
     record.parent.mkdir(parents=True)
-    record.write_text("seed: 0\n")
     (record.parent / "hydra.yaml").write_text(f"hydra: {{runtime: {{choices: {{reward: '{own}:Mine'}}}}}}\n")
     record.write_text("seed: 0\nreward: {success_at: 1}\n")
     words = ["sft.steps=0", f"reward={own}:Mine"]
@@ -567,7 +566,7 @@ def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
         f"sha256:{hashlib.sha256((source + comment).encode()).hexdigest()[:12]}" for comment in ("# another\n", "")
     ]
     assert "other settings than before: {}={} (was {})\n".format(own, *digests) in notes
-    assert f"is no measure of the new: {own}\n" in notes
+    assert f"is no measure of the new: {own}\n" in notes  # which the reward is part of, unlike an algorithm
 
 
 def test_a_file_that_only_one_of_them_has_used_is_no_difference() -> None:

@@ -27,7 +27,7 @@ async def laid_out(
 def refused_calls(example: Trajectory, environment: Environment) -> tuple[str, bool]:
     """Why no tool of `environment` takes a call of a demonstration, "" where all are taken; and whether one is taken.
 
-    Where there are no tools, each is taken for what is only said.
+    Where the environment offers none, a call counts as taken: it is text alone.
     """
     offered, refused = [tool.name for tool in example.tools], list[str]()
     calls = [call for turn in example.turns for call in turn.message.tool_calls if call.name != CONDENSE.name]

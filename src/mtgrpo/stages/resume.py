@@ -12,9 +12,7 @@ from mtgrpo.parts.extension import DIGEST
 from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
-_MEASURES = re.compile(
-    r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)|[^=]+\.py="
-)
+_MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
 _NEW, _SUCCESS = "not set", "eval/success/before"
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
