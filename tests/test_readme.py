@@ -146,7 +146,7 @@ def test_the_worked_example_calls_the_tool_and_is_told_what_it_says(
 async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(newcomer)
     task = next(Jsonl(path="bills.jsonl", val_files=["more_bills.jsonl"]).stream(Split.train, 0))
-    environment = ToolUse(tools=["till.py:Till", "weekday.py:weekday"])
+    environment = ToolUse(tools=["till.py:Till", "weekday.py:weekday", "notes.py:Notes"])
 
     async def told(playing: ToolUse, tool: str, **arguments: str) -> str:
         reply = await playing.step(Message("assistant", tool_calls=(ToolCall(tool, arguments),)))
@@ -157,6 +157,8 @@ async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch
             assert await told(playing, "Till", thing="tea") == "tea 3 EUR\n"
             assert await told(playing, "Till", thing="lamp") == "tea 3 EUR\nlamp 40 EUR\n"
             assert await told(playing, "Till", thing="car") == "error: there is no car"
+            assert await told(playing, "look", key="a") == "error: there is no such note"
+            assert await told(playing, "keep", key="a", value="b") == await told(playing, "look", key="a") == "b"
             assert await told(playing, "weekday", day="2026-02-28") == "Saturday"
             assert (await told(playing, "weekday", day="2026-02-30")).startswith("error: day is out of range")
     reward = load_file(newcomer / "bill.py").Bill()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from mtgrpo.errors import require
 
@@ -71,6 +71,16 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""  # role tool: the tool that answers
     error: str = ""  # role assistant: why its tool calls could not be read; "" = they could
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"the content of a message must be a text, got {self.content!r:.200}")
+
+
+def check_messages(messages: Any) -> None:
+    """Raise TypeError, in the line of whoever gives them, for what is no sequence of messages."""
+    if not isinstance(messages, tuple | list) or not all(isinstance(one, Message) for one in cast("Any", messages)):
+        raise TypeError(f"messages must be a tuple such as (Message('user', 'text'),), got {messages!r:.200}")
 
 
 class CallOutcome(Enum):
@@ -139,6 +149,11 @@ class Task:
     messages: tuple[Message, ...]
     answer: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        check_messages(self.messages)
+        if not isinstance(self.answer, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"the answer of task {self.id} must be a text, got {self.answer!r:.200}")
 
 
 @dataclass

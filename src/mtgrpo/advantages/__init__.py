@@ -103,3 +103,7 @@ def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
     loss: Any = algorithm.loss(Tokens(logp, logp.detach(), advantage, sequence))
     if not isinstance(loss, PerToken) or loss.loss.shape != (4,):
         raise misgiven(algorithm.loss, loss, "give a PerToken with a loss for each token, not averaged")
+    if not loss.loss.isfinite().all():
+        raise misgiven(algorithm.loss, loss, "give finite losses, as here for log-probabilities of -1")
+    if not loss.loss.requires_grad:
+        raise misgiven(algorithm.loss, loss, "its loss must have a gradient by `logp`: detach nothing of that")

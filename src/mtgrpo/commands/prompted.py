@@ -40,6 +40,7 @@ _NOT_FOUND = (
     ". Tools of your own come along where their files are below the working folder, by the names in the run: export "
     "from the folder in which it was started"
 )
+_SEVERAL = ". A Tool that offers several by `specs` is not copied"
 _SETTING = re.compile(r"environment\.tools\.(.+?\.py:\w+|\w+)(?:\.(\w+))?")
 
 
@@ -141,7 +142,8 @@ def write_prompted(
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
     own = any(".py:" in f"{key}{value}" for key, value in settings.items() if key.startswith("environment.tools"))
-    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _NOT_FOUND * own
+    several = not {*names} <= {option.rpartition(":")[2] for option in _tools(settings)}
+    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _SEVERAL if several else _NOT_FOUND * own
     return use, "" if options or not names else f"its tools.py answers no call yet: write what `use` gives{left}"
 
 

@@ -100,6 +100,9 @@ def found_in(folder: Path, chosen: bool, resumed: bool) -> set[str]:
     """The names in the folder that a run is to have, as of `claimed`. Raises ConfigError where it cannot have it."""
     if resumed and not chosen:
         raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{nearest} is a file: name the run's folder otherwise")
     held = {path.name for path in folder.iterdir()} - {LOCK} if chosen and folder.is_dir() else set[str]()
     if held and not resumed:
         raise ConfigError(

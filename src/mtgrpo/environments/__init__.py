@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.parts import Part, Pattern
 from mtgrpo.parts.extension import awaited, misgiven
 from mtgrpo.runtime.isolation import run_isolated
-from mtgrpo.types import CallRecord, Counts, Message, Task, ToolSpec
+from mtgrpo.types import CallRecord, Counts, Message, Task, ToolSpec, check_messages
 
 STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
 
@@ -32,7 +32,7 @@ class Opening:
     tools: tuple[ToolSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_messages(self.messages)
+        check_messages(self.messages)
 
 
 def below(task: Task, text: str, tools: tuple[ToolSpec, ...] = ()) -> Opening:
@@ -59,13 +59,7 @@ class Reply(Counts):
     calls: Sequence[CallRecord] = ()  # what became of the calls that the model made in this turn
 
     def __post_init__(self) -> None:
-        _check_messages(self.messages)
-
-
-def _check_messages(messages: Any) -> None:
-    """Raise TypeError, in the line of whoever gives them, for what is no sequence of messages."""
-    if not isinstance(messages, tuple | list) or not all(isinstance(one, Message) for one in cast("Any", messages)):
-        raise TypeError(f"messages must be a tuple such as (Message('user', 'text'),), got {messages!r:.200}")
+        check_messages(self.messages)
 
 
 @dataclass
@@ -129,7 +123,7 @@ class Environment(Part, ABC, max_turns=">= 1", max_tool_tokens=">= 1", end_at_co
             cancelled = error
             raise
         finally:
-            await _to_its_end(own.stop(), cancelled)
+            await _to_its_end(awaited(own.stop), cancelled)
 
     @abstractmethod
     async def start(self, task: Task) -> Opening:

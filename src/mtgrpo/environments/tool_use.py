@@ -61,6 +61,8 @@ class ToolUse(CallLimits, Environment):
         CallLimits.__post_init__(self)
         Environment.__post_init__(self)
         self._use(tools.load(self.tools or []))
+        if not self.opens:
+            self._refuse_unknown_limits()
 
     def _use(self, loaded: dict[str, Tool]) -> None:
         """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
@@ -70,6 +72,9 @@ class ToolUse(CallLimits, Environment):
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():
             for spec in tool.specs():
+                if not isinstance(spec, ToolSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    expected = "give each as ToolSpec(name, description, parameters)"
+                    raise ConfigError(str(extension.misgiven(tool.specs, spec, expected)))
                 if spec.name in self._offers:
                     raise ConfigError(f"two tools are named {spec.name!r}: the model could not tell them apart")
                 closed = type(tool).specs is Tool.specs  # made from a signature, which takes no other arguments
@@ -108,10 +113,13 @@ class ToolUse(CallLimits, Environment):
             running._note = context.note
             enter = stack.enter_async_context
             running._use({name: await enter(tool.open(context)) for name, tool in self._loaded.items()})
-            if unknown := [name for name in self.limits or {} if name not in running._offers]:
-                names = ", ".join(running._offers)
-                raise ConfigError(f"environment.limits: there is no tool {unknown[0]!r}; the tools are: {names}")
+            running._refuse_unknown_limits()
             yield running
+
+    def _refuse_unknown_limits(self) -> None:
+        if unknown := [name for name in self.limits or {} if name not in self._offers]:
+            names = ", ".join(self._offers)
+            raise ConfigError(f"environment.limits: there is no tool {unknown[0]!r}; the tools are: {names}")
 
     async def start(self, task: Task) -> Opening:
         # A conversation has tools of its own, so that one with state shares none of it with another conversation.
@@ -124,7 +132,7 @@ class ToolUse(CallLimits, Environment):
     async def stop(self) -> None:
         async with AsyncExitStack() as stack:
             for tool in self._tools.values():
-                stack.push_async_callback(tool.stop)
+                stack.push_async_callback(extension.awaited, tool.stop)
 
     async def step(self, message: Message) -> Reply:
         if not message.error and not message.tool_calls:

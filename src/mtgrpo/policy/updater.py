@@ -20,6 +20,7 @@ from mtgrpo.policy.objective import WORST_MISMATCH, Objective
 from mtgrpo.policy.settings import ReferenceSettings, UpdateConfig, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.witness import GroupEvidence
+from mtgrpo.weights.saved import NO_REFERENCE
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
@@ -84,7 +85,7 @@ class PolicyUpdater:
         if not self._learning.kl.coef:
             return
         if not state["reference"]:
-            raise ConfigError("kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew")
+            raise ConfigError(NO_REFERENCE)
         if self._reference is not None:
             self._reference.load(state["reference"])
         first, adapted, target_met = state["kl"]

@@ -28,7 +28,7 @@ from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import STATE, newest_of, read_checkpoint
+from mtgrpo.weights.saved import NO_REFERENCE, REFERENCE, STATE, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
     chosen(experiment.log)
     if not (is_ours(experiment.advantage) and is_ours(experiment.algorithm)):
         try_out(experiment.advantage, experiment.algorithm)
-    begun = _begun(experiment.resume, folder)
+    begun = _begun(experiment, folder)
     notes: list[str] = []
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
     for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
@@ -72,24 +72,30 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks)
             _refuse_other_data(tasks, begun)
+            if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
+                raise ConfigError(
+                    f"task.system_prompt has no effect: task {type(experiment.task).__name__} does not use it; make a "
+                    "task's messages by self.with_prompt((Message('user', ...),)), or leave it out"
+                )
         if trains:
             experiment.check_warm_start()
         _, chat = open_tokenizer(experiment)
-        if longest := experiment.environment.max_context_length:
-            refuse_too_short(experiment, chat, held_out, longest)
+        longest = experiment.environment.max_context_length or experiment.batch.context
+        refuse_too_short(experiment, chat, held_out, longest)
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))
     return notes
 
 
-def _begun(resume: str, folder: Path | None) -> dict[str, Any]:
+def _begun(experiment: Experiment, folder: Path | None) -> Mapping[str, Any]:
     """The state of the checkpoint with which the run in `folder` goes on; {} for none. Raises ConfigError."""
-    if resume != LATEST:
-        return read_checkpoint(Path(resume)).state if resume else {}
-    newest = newest_of(folder) if folder else None
+    found = read_checkpoint(Path(experiment.resume)) if experiment.resume not in ("", LATEST) else None
+    newest = newest_of(folder) if folder and experiment.resume == LATEST else None
     with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
-        return read_checkpoint(newest, verify=False).state if newest else {}
-    return {}
+        found = read_checkpoint(newest, verify=False) if newest else found
+    if found and experiment.kl.coef and "stream" in found.state and REFERENCE not in found.files:
+        raise ConfigError(NO_REFERENCE)
+    return found.state if found else {}
 
 
 def _refuse_other_data(tasks: TaskStream, begun: Mapping[str, Any]) -> None:
@@ -157,7 +163,10 @@ def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
 
 def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:
     """Those of `source` that an evaluation plays. Raises ConfigError."""
-    return list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
+    found = list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
+    if not found:
+        raise ConfigError(f"task {type(source).__name__} gives no held-out tasks: its stream of Split.eval is empty")
+    return found
 
 
 def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:

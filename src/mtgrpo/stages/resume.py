@@ -31,6 +31,8 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     before, now = (found.state.get("settings", {}) if found else {}), settings_of(folder)
     if found and (other := differences(before, now)):
         note(f"with other settings than before: {'; '.join(other)}")
+        if any(line.startswith("model.name=") for line in other):
+            note("model.name has no effect where a run goes on: its weights are the checkpoint's")
         of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
         names = [line.partition("=")[0] for line in other if _NEW not in line]
         measured = [name for name in names if _MEASURES.match(name) or f"{Path(name).name}:" in of_measures]

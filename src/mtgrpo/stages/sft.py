@@ -19,7 +19,7 @@ from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT
-from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.tasks import Split, TaskSource, TaskStream, demonstration
 from mtgrpo.types import Trajectory
 
 UNLEARNED_NATS = 2.0  # loss of a token; one that is learned is far below
@@ -105,7 +105,7 @@ async def demonstrations(
     """
     without, told = 0, False
     for task in stream:
-        messages = source.demonstration(task, seed + stream.epoch)
+        messages = demonstration(source, task, seed + stream.epoch)
         if not messages:
             without += 1
             if without == MAX_WITHOUT:

@@ -14,7 +14,7 @@ from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls
-from mtgrpo.tasks import Split
+from mtgrpo.tasks import Split, demonstration
 from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
@@ -59,7 +59,7 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
                 _suit(experiment, world)
                 said += (await world.step(said[0])).messages if alone else ()
     async with _left_to_the_run():
-        shown = experiment.task.demonstration(task, experiment.seed)
+        shown = demonstration(experiment.task, task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
         return
     (score,) = await scores(reward, [_conversation(task, shown or said)])
@@ -114,7 +114,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     if not _begins(environment):
         return notes
     shown = (
-        (task, said) for task in islice(stream, MAX_WITHOUT) if (said := source.demonstration(task, experiment.seed))
+        (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
     refusals, taken = list[str](), False
     for task, messages in islice(shown, FEW):

@@ -84,7 +84,7 @@ class IndexedStream:
 
     def __next__(self) -> Task:
         in_a_row = 0
-        while self._repeat or not self.epoch:
+        while self._length != 0 and (self._repeat or not self.epoch):
             task: Any = None
             try:
                 task = self._task_at(self._index())
@@ -138,6 +138,14 @@ class IndexedStream:
 
     def _key(self, part: int | str) -> int:
         return hashed(f"{self._seed}/{self.epoch}/{part}")
+
+
+def demonstration(source: "TaskSource", task: Task, seed: int) -> Sequence[Message] | None:
+    """That of `source`, which may be somebody's own. Raises MisgivenError where it is none."""
+    said = source.demonstration(task, seed)
+    if said and not all(isinstance(message, Message) for message in cast("Any", said)):
+        raise misgiven(source.demonstration, said, "give messages, such as (Message('assistant', 'text'),), or None")
+    return said
 
 
 def permuted(index: int, length: int, key: int) -> int:

@@ -102,7 +102,8 @@ def load(options: Any) -> dict[str, Tool]:
 
 def _build(name: str, found: Any, settings: dict[str, Any]) -> Tool:
     if inspect.isclass(found) and issubclass(found, Tool):
-        if found.specs is Tool.specs and not any("__call__" in vars(base) for base in found.__mro__):
+        several = found.specs is not Tool.specs and found.call is not Tool.call
+        if not several and not any("__call__" in vars(base) for base in found.__mro__):
             raise ConfigError(f"the tool {name} has no __call__; write one, or `specs` and `call` for several tools")
         extension.check_methods(found, Tool, f"the tool {name}")
         return built(f"tool {name}", found, settings)

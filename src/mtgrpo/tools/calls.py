@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from mtgrpo.errors import ConfigError, PolicyError, require
-from mtgrpo.parts.extension import explained
+from mtgrpo.parts.extension import awaited, explained
 from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.tools import CallTimeoutError, Tool
 
@@ -138,7 +138,7 @@ async def call_tool(
     """
 
     async def answer() -> str:
-        work = partial(tool.call, name, arguments)
+        work = partial(awaited, tool.call, name, arguments)
         return str(await (fault(work) if fault else work()))
 
     return await run_isolated(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))

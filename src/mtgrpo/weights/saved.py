@@ -17,6 +17,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import VALUE_HEAD
 
 STATE, TENSORS, REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
+NO_REFERENCE = "kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew"
 TRAINING_FILES = (STATE, TENSORS, REFERENCE, VALUE_HEAD)  # what no other library reads
 
 
