@@ -214,6 +214,52 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         ),
         "the demonstration of task said/",
     ),
+    "a tool whose specs are dicts": (
+        "sft.steps=0 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    def specs(self):  # here\n        return [{'name': 'get'}]\n\n"
+            "    async def call(self, name, arguments):\n        return ''\n",
+        ),
+        "give each as ToolSpec(name, description, parameters)",
+    ),
+    "a tool whose stop is not async": (
+        "sft.steps=0 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    def stop(self):  # here\n        pass\n\n"
+            '    def __call__(self) -> str:\n        """What there is."""\n        return ""\n',
+        ),
+        "write it as `async def stop`",
+    ),
+    "a task whose prompt is a text": (
+        TASK,
+        of_class("TaskSource", STEP + "return IndexedStream(None, lambda i: Task('a', '1?'), seed)  # here\n"),
+        "messages must be a tuple such as (Message('user', 'text'),), got '1?'",
+    ),
+    "a task whose answer is a number": (
+        TASK,
+        of_class(
+            "TaskSource",
+            STEP + "return IndexedStream(None, lambda i: Task('a', (Message('user', '1'),), 1), seed)  # here\n",
+        ),
+        "the answer of task a must be a text, got 1",
+    ),
+    "a demonstration that is a text": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+            + "    def demonstration(self, task, seed):  # here\n        return '#### 1'\n",
+        ),
+        "give messages, such as (Message('assistant', 'text'),), or None",
+    ),
+    "a loss without a gradient": (
+        ALGORITHM,
+        algorithm(loss="    def loss(self, t):  # here\n        return PerToken(t.advantage, t.advantage > 0)\n"),
+        "its loss must have a gradient by `logp`",
+    ),
     "a tool whose start takes no task": (
         "sft.demonstrations=said.jsonl sft.steps=1 environment.tools=[own.py:Own]",
         of_class(

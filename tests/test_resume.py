@@ -37,6 +37,7 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages import evaluate as evaluation
 from mtgrpo.stages import trainer
+from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.saving import Saver
@@ -526,9 +527,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
 
 
 def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
+    def looked_at(*words: str) -> None:
+        check(compose(parse([*SMALL, *words])).experiment, folder=tmp_path)
+
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
-    with pytest.raises(ConfigError, match=r"kl\.coef was 0, so the reference was not kept"):
-        ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "kl.coef=0.1")
+    words = ["trainer.steps=2", "sft.steps=0", "resume=true"]
+    for refused in (lambda: ran(tmp_path, *words, "kl.coef=0.1"), lambda: looked_at(*words, "kl.coef=0.1")):
+        with pytest.raises(ConfigError, match=r"kl\.coef was 0, so the reference was not kept"):
+            refused()
+    looked_at(*words)
 
 
 def test_other_settings_are_told(tmp_path: Path) -> None:

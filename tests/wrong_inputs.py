@@ -155,6 +155,12 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ),
         ("environment.tools=[plain.py:Mine]", "a subclass of Tool, it is a class derived from Reward"),
         ("model.name=run sft.steps=0", "model.name=run is a run; its newest checkpoint is run/checkpoints/step_000002"),
+        ("batch.token_budget=16 sft.steps=0", "leaves no room for an answer"),
+        (
+            "environment.limits={calc:{call_timeout_s:1}}",
+            "environment.limits: there is no tool 'calc'; the tools are: ",
+        ),
+        ("hydra.run.dir=text.txt/sub --dry-run", "text.txt is a file: name the run's folder otherwise"),
         ("recipe=jsnl", "there is no recipe=jsnl; did you mean jsonl?"),
         ("model.name=smolm2/", "did you mean smollm2? give a folder, smollm2 ("),
         ("resume=run", "it is a run; its newest is run/checkpoints/step_000002"),
