@@ -329,12 +329,21 @@ def test_a_program_says_where_tools_go_that_need_more_than_a_function(
     assert "its tools.py answers no call yet: write what `use` gives\n" in capsys.readouterr().out
 
 
-def test_tools_that_are_in_another_folder_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tools = {"environment.tools": '["away.py:calculator"]'}
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("calculator", "`use` gives. Tools of your own come along where their files are below"),
+        ("Store", "`use` gives. A Tool that offers several by `specs` is not copied"),
+    ],
+)
+def test_tools_that_are_not_copied_are_missed(
+    option: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = {"environment.tools": f'["away.py:{option}"]'}
     path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **tools}})
     keep_conversations(tmp_path)
     exported(path, "hf", tmp_path / "out")
-    assert "`use` gives. Tools of your own come along where their files are below" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,8 +141,9 @@ def write_prompted(
         (folder / name).write_text(text, encoding="utf-8")
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
-    own = any(".py:" in f"{key}{value}" for key, value in settings.items() if key.startswith("environment.tools"))
-    several = not {*names} <= {option.rpartition(":")[2] for option in _tools(settings)}
+    told = [f"{key}={value}" for key, value in settings.items() if key.startswith("environment.tools")]
+    own = any(".py:" in one for one in told)
+    several = own and not any(f".py:{name}" in one for one in told for name in names)
     left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _SEVERAL if several else _NOT_FOUND * own
     return use, "" if options or not names else f"its tools.py answers no call yet: write what `use` gives{left}"
 
