@@ -89,14 +89,14 @@ OF_STEP: dict[str, Callable[[], Any]] = {
     "NaN": gives(Reply(done=True, reward=math.nan)),
     "infinity": gives(Reply(done=True, reward=math.inf)),
     "texts for messages": lambda: Reply(("hello",)),  # pyright: ignore[reportArgumentType]
-    "a message of nothing": gives(Reply((Message("user", None),))),  # pyright: ignore[reportArgumentType]
-    "a message of a number": gives(Reply((Message("user", 3),))),  # pyright: ignore[reportArgumentType]
+    "a message of nothing": lambda: Reply((Message("user", None),)),  # pyright: ignore[reportArgumentType]
+    "a message of a number": lambda: Reply((Message("user", 3),)),  # pyright: ignore[reportArgumentType]
     "no messages": lambda: Reply(None),  # pyright: ignore[reportArgumentType]
 }
 OF_START: dict[str, Callable[[], Any]] = {
     "messages alone": gives(TASK.messages),
     "texts for messages": lambda: Opening(("hello",)),  # pyright: ignore[reportArgumentType]
-    "a message of nothing": gives(Opening((Message("user", None),))),  # pyright: ignore[reportArgumentType]
+    "a message of nothing": lambda: Opening((Message("user", None),)),  # pyright: ignore[reportArgumentType]
     "names for tools": gives(Opening(TASK.messages, ("search",))),  # pyright: ignore[reportArgumentType]
 }
 OF_REWARD: dict[str, Callable[[], Any]] = {
