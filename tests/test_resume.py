@@ -552,6 +552,12 @@ def test_other_settings_are_told(tmp_path: Path) -> None:
     (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\ntask: {min_steps: 1}\n")
     ran(tmp_path, "trainer.steps=3", "sft.steps=0", "resume=true", "task.min_steps=1")
     assert "is no measure of the new: task.min_steps\n" in (tmp_path / "notes.txt").read_text()
+    (record / "config.yaml").write_text("model: {name: another}\n")
+    ran(tmp_path, "trainer.steps=4", "sft.steps=0", "resume=true")
+    assert "model.name has no effect where a run goes on" not in (tmp_path / "notes.txt").read_text()  # it was not set
+    (record / "config.yaml").write_text("model: {name: a third}\n")
+    ran(tmp_path, "trainer.steps=5", "sft.steps=0", "resume=true")
+    assert "model.name has no effect where a run goes on: its weights are" in (tmp_path / "notes.txt").read_text()
 
 
 def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:

@@ -365,15 +365,14 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
     [
         ("trust_code=true environment.tools=[away.py:tool]", "/tmp", True),
         ("trust_code=true environment.tools=[away.py:tool]", "/nowhere/here", False),  # the run came from elsewhere
-        ("trust_code=true eval.tasks=0", "/tmp", False),
-        ("environment.tools=[away.py:tool] engine.local.seed=1", "/tmp", False),
-        ("reward.of=1", "/tmp\nmtgrpo: its signature is right", False),
+        ("trust_code=true environment.tools=[] eval.tasks=0", "/tmp", False),
+        ("", "/tmp", False),  # the record is refused: nothing of it is quoted
     ],
 )
 def test_a_file_that_the_record_names_is_missed_where_another_folder_is_meant(
     words: str, began: str, hints: bool, place: Path
 ) -> None:
-    run = recorded(place)
+    run = recorded(place, {"environment": {"tools": [f"no file {place}/evil.py:f"]}})
     (run / "checkpoints/step_000001").mkdir(parents=True)
     hydra = yaml.safe_load((run / ".hydra/hydra.yaml").read_text())
     hydra["hydra"]["runtime"]["cwd"] = began

@@ -96,6 +96,15 @@ def test_what_an_agent_began_anew_with_is_shown(run_folder: Path, capsys: pytest
     ]
 
 
+def test_greedy_conversations_are_shown(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"evaluation_after": "t/1", "greedy_after": "t/2", "greedy_before": "t/3"}
+    for file, task in rows.items():
+        (run_folder / "trajectories" / f"{file}.jsonl").write_text(json.dumps(conversation(task, 1.0, "1")) + "\n")
+    for words, task in (["--after"], "t/1"), (["--greedy"], "t/2"), (["--greedy", "--before"], "t/3"):
+        main([str(run_folder), *words])
+        assert [line[:3] for line in capsys.readouterr().out.splitlines() if line.startswith("t/")] == [task]
+
+
 def test_failures_are_of_different_tasks_first(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [conversation(f"t/{number // 3}", 0.0, "1") for number in range(9)]
     (run_folder / "trajectories" / "step_000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -138,6 +138,10 @@ def test_a_generated_source_counts_up_without_an_end() -> None:
     assert resumed.epoch == 0
 
 
+def test_a_source_of_nothing_ends_at_once() -> None:
+    assert [list(IndexedStream(0, numbered, 0, repeat)) for repeat in (True, False)] == [[], []]
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     state = IndexedStream(10, numbered, 0).state_dict()
     message = error_of(lambda: IndexedStream(11, numbered, 0).load_state_dict(state))

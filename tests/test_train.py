@@ -188,6 +188,24 @@ async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str, 
     assert bool(why) == bool(refusal)
 
 
+@pytest.mark.parametrize(
+    ("words", "body", "said"),
+    [
+        ("", "0", "task Mine gives no held-out tasks: its stream of Split.eval is empty"),
+        ("task.system_prompt=Brief.", "None", "task.system_prompt has no effect: task Mine does not use it"),
+    ],
+)
+def test_a_source_of_ones_own_must_give_what_is_asked_of_it(words: str, body: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from mtgrpo.tasks import IndexedStream, TaskSource\nfrom mtgrpo.types import Message, Task\n\n\n"
+        "class Mine(TaskSource):\n    def stream(self, split, seed, repeat=True):\n"
+        f"        return IndexedStream({body}, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed, repeat)\n"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check(experiment(f"task={path}:Mine", "sft.steps=0", *words.split()))
+
+
 def test_a_row_of_demonstrations_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     path, said = (
         tmp_path / "said.jsonl",

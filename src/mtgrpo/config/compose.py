@@ -139,7 +139,7 @@ class ExperimentLoader(ConfigLoader):
         """Where `said` misses a file below this folder, and a run's record means another: the end of the message."""
         here, begun = str(Path.cwd()), started_in(self._record) if self._record else ""
         missed = re.search(f"no (such )?file.*{re.escape(here)}/", said)
-        if not missed or begun == here or not Path(begun or "?").is_dir():
+        if not missed or begun in ("", here) or not Path(begun).is_dir():
             return ""
         return f"; names in the record of {self._record} are relative to {begun!r:.200}, where it was started: go there"
 

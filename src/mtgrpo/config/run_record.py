@@ -129,11 +129,9 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
         new = [path for path in place.parents if not path.exists()]
         try:
             place.mkdir(parents=True)
-        except FileExistsError as error:
+        except FileExistsError:
             if not chosen:
                 continue
-            if not place.is_dir():
-                raise ConfigError(f"{place} is a file: name the run's folder otherwise") from error
         except OSError as error:
             raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
         with (place / LOCK).open("w") as lock:

@@ -8,7 +8,6 @@ from typing import Any
 
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.parts import extension
-from mtgrpo.parts.extension import DIGEST
 from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
@@ -31,7 +30,7 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     before, now = (found.state.get("settings", {}) if found else {}), settings_of(folder)
     if found and (other := differences(before, now)):
         note(f"with other settings than before: {'; '.join(other)}")
-        if any(line.startswith("model.name=") for line in other):
+        if any(line.startswith("model.name=") and _NEW not in line for line in other):
             note("model.name has no effect where a run goes on: its weights are the checkpoint's")
         of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
         names = [line.partition("=")[0] for line in other if _NEW not in line]
@@ -49,12 +48,13 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings in which a run differs from what it was, for people; of a file, where both have used it."""
-    names = (name for name in {**before, **now} if name not in OF_RESUMING and before and now)
-    both = ((name, before.get(name, _NEW), now.get(name, _NEW)) for name in names)
-    changed = ((name, old, new) for name, old, new in both if old != new)
-    return [
-        f"{name}={new} (was {old})" for name, old, new in changed if not (_NEW in (old, new) and DIGEST in (old + new))
-    ]
+    told: list[str] = []
+    for name in {**before, **now} if before and now else ():
+        old, new = before.get(name, _NEW), now.get(name, _NEW)
+        of_one = _NEW in (old, new) and extension.DIGEST in old + new
+        if old != new and name not in OF_RESUMING and not of_one:
+            told.append(f"{name}={new} (was {old})")
+    return told
 
 
 def final_results(folder: Path, step: int) -> Mapping[str, Any]:
