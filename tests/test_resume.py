@@ -538,6 +538,13 @@ def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
     looked_at(*words)
 
 
+def test_a_penalty_goes_on_with_its_reference(tmp_path: Path) -> None:
+    ran(tmp_path, "trainer.steps=1", "sft.steps=0", "kl.coef=0.1")
+    words = ["trainer.steps=2", "sft.steps=0", "kl.coef=0.1", "resume=true"]
+    check(compose(parse([*SMALL, *words])).experiment, folder=tmp_path)
+    assert ran(tmp_path, *words)
+
+
 def test_other_settings_are_told(tmp_path: Path) -> None:
     record = tmp_path / ".hydra"
     record.mkdir()

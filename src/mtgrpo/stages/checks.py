@@ -28,7 +28,7 @@ from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import NO_REFERENCE, REFERENCE, STATE, newest_of, read_checkpoint
+from mtgrpo.weights.saved import NO_REFERENCE, STATE, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -93,7 +93,7 @@ def _begun(experiment: Experiment, folder: Path | None) -> Mapping[str, Any]:
     newest = newest_of(folder) if folder and experiment.resume == LATEST else None
     with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
         found = read_checkpoint(newest, verify=False) if newest else found
-    if found and experiment.kl.coef and "stream" in found.state and REFERENCE not in found.files:
+    if found and experiment.kl.coef and "stream" in found.state and not found.has_reference:
         raise ConfigError(NO_REFERENCE)
     return found.state if found else {}
 

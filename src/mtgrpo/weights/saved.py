@@ -29,6 +29,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]  # what JSON can hold
     files: Mapping[str, Any]  # size and checksum of each
+    has_reference: bool  # of a KL penalty
 
 
 def find_newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
@@ -59,7 +60,8 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
-        step, state, _ = int(content["step"]), dict(content["state"]), content["training"]
+        step, state = int(content["step"]), dict(content["state"])
+        has_reference = bool(content["training"].get("reference"))
     except (FileNotFoundError, NotADirectoryError) as error:
         there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))) or "no checkpoints"
         what = f"it has no {STATE}" if path.is_dir() else f"there is no such folder; beside it are {there}"
@@ -83,7 +85,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
                 raise _damage(file, "its checksum differs")
         except OSError as error:
             raise _damage(file, f"it cannot be read ({error})") from error
-    return Checkpoint(path, step, state, content["files"])
+    return Checkpoint(path, step, state, content["files"], has_reference)
 
 
 def find_steps(checkpoints: Path) -> dict[int, Path]:
