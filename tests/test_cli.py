@@ -985,10 +985,14 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     words = [*SMALL, "trainer.steps=1", "hydra.run.dir=there", "log=[jsonl]", "resume=true"]
     for _ in range(2):
         assert run("train", *words)[0] == 0
+    of_two = "with other settings than before: trainer.steps=2 (was 1)"
+    for more, told in ([], ""), (["trainer.steps=2"], f"{of_two}\n"):
+        out = run("train", *words, *more, "--dry-run")[1]
+        assert f"\nit would go on from there/checkpoints/step_000001\n{told}the first of its tasks" in out
     assert run("train", *words, "trainer.steps=2")[0] == 0
     said = (place / "there" / "notes.txt").read_text()
     assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2
-    assert "with other settings than before: trainer.steps=2 (was 1)" in said
+    assert of_two in said
     steps = [json.loads(line) for line in (place / "there" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["stage"] == "reinforcement learning"] == [1, 2]
     code, _, err = run("train", *SMALL, "resume=true")
@@ -997,7 +1001,8 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
         "mtgrpo: resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)\n",
     )
     code, _, err = run("train", *SMALL, "resume=there/checkpoints", "hydra.run.dir=another")
-    assert code == 2 and "is not a checkpoint: it has no state.json" in err
+    assert code == 2 and "its newest is there/checkpoints/step_000002" in err
+    assert run("eval", "checkpoint=there/checkpoints", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no such thing"), 2)])

@@ -96,7 +96,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 def test_the_cache_of_a_token(tmp_path: Path) -> None:
     for dtype, size in ((DType.float32, 4), (DType.bfloat16, 2), (DType.float16, 2), (DType.float64, 8)):
-        assert Skeleton(ModelSettings(named(tmp_path), dtype), "cuda").kv_cache_bytes() == 2 * 4 * 2 * 64 * size
+        assert Skeleton(ModelSettings(named(tmp_path), dtype), "cuda").kv_cache_bytes == 2 * 4 * 2 * 64 * size
 
 
 def kept_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:

@@ -142,6 +142,14 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         of_class("Condenser", "    async def condense(self, conversation):  # here\n        conversation.opening\n"),
         "give a list of messages",
     ),
+    "a condenser that fails": (
+        "condenser=own.py:Own",
+        of_class(
+            "Condenser",
+            "    async def condense(self, conversation):\n        return list(conversation.messages)  # here\n",
+        ),
+        "condenser Own fails: AttributeError",
+    ),
     "an algorithm whose loss fails": (
         ALGORITHM,
         algorithm(loss="    def loss(self, tokens):\n        return PerToken(tokens.logits, None)  # here\n"),
@@ -304,7 +312,7 @@ SMALL = [
 
 
 # What shows only while a run goes on takes a second each; the others are refused before a model is loaded.
-RUNNING = ("an environment", "rewards", "a condenser", "a sink", "demonstrations")
+RUNNING = ("an environment", "rewards", "a sink", "demonstrations")
 
 
 @pytest.mark.parametrize(

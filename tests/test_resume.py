@@ -526,23 +526,42 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
         ran(tmp_path, "resume=true")
 
 
-def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
-    def looked_at(*words: str) -> None:
-        check(compose(parse([*SMALL, *words])).experiment, folder=tmp_path)
+def looked_at(folder: Path, *words: str) -> None:
+    """Check, as a dry run does, a run that goes on in `folder`."""
+    check(compose(parse([*SMALL, *words])).experiment, folder=folder)
 
+
+def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
     words = ["trainer.steps=2", "sft.steps=0", "resume=true"]
-    for refused in (lambda: ran(tmp_path, *words, "kl.coef=0.1"), lambda: looked_at(*words, "kl.coef=0.1")):
+    for refused in (ran, looked_at):
         with pytest.raises(ConfigError, match=r"kl\.coef was 0, so the reference was not kept"):
-            refused()
-    looked_at(*words)
+            refused(tmp_path, *words, "kl.coef=0.1")
+    looked_at(tmp_path, *words)
 
 
 def test_a_penalty_goes_on_with_its_reference(tmp_path: Path) -> None:
     ran(tmp_path, "trainer.steps=1", "sft.steps=0", "kl.coef=0.1")
     words = ["trainer.steps=2", "sft.steps=0", "kl.coef=0.1", "resume=true"]
-    check(compose(parse([*SMALL, *words])).experiment, folder=tmp_path)
+    looked_at(tmp_path, *words)
     assert ran(tmp_path, *words)
+
+
+def test_an_optimizer_of_other_weights_or_kind_is_refused(tmp_path: Path) -> None:
+    (record := tmp_path / ".hydra").mkdir()
+    (record / "config.yaml").write_text("optimizer: {kind: adamw}\nsft: {optimizer: {kind: adamw}}\n")
+    words = ["sft.steps=2", "trainer.steps=1", "sft.optimizer.kind=adamw"]
+    ran(tmp_path, *words, "checkpoint.every_steps=1")
+    newest = tmp_path / "checkpoints/step_000001"
+    looked_at(tmp_path, *words, "resume=true", "sft.optimizer.kind=muon")  # the warm start is behind it
+    for why, other in {
+        "optimizer.kind was adamw": ["optimizer.kind=muon"],
+        "model.value_head was false": ["algorithm=ppo", "advantage=gae", "model.value_head=true"],
+        "all weights were trained, not adapters": [f"model.name={newest}", "model.lora.rank=4"],
+    }.items():
+        for resume in ("resume=true", f"resume={newest}"):
+            with pytest.raises(ConfigError, match=f"step_000001: {why}.*or begin anew with model.name=.*step_000001"):
+                looked_at(tmp_path, *words, resume, *other)
 
 
 def test_other_settings_are_told(tmp_path: Path) -> None:

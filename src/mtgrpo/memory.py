@@ -161,7 +161,7 @@ def estimate(
     head = skeleton.head_bytes(tokens)
     # Of a context beyond the budget each layer's keys and values are kept, and their gradients; where layers are
     # computed once, also a copy for what is computed below it, and one for the chains that are held.
-    token_bytes, longest = skeleton.kv_cache_bytes(), _longest_context(skeleton, experiment)
+    token_bytes, longest = skeleton.kv_cache_bytes, _longest_context(skeleton, experiment)
     path = (2 if experiment.model.checkpointing else 4) * longest * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
@@ -226,7 +226,7 @@ def plan_reference(experiment: Experiment, device_bytes: int, devices: int) -> P
     skeleton, tokens = Skeleton(experiment.model, "cuda"), experiment.batch.tokens
     weights = sum(weight.nbytes for weight in skeleton.model.parameters())
     shares = devices if experiment.parallel.divides else 1
-    path = 2 * _longest_context(skeleton, experiment) * skeleton.kv_cache_bytes()
+    path = 2 * _longest_context(skeleton, experiment) * skeleton.kv_cache_bytes
     rows = [
         Item("libraries and context", LIBRARIES["cuda"]),
         Item("weights", weights // shares),
@@ -274,7 +274,7 @@ def _asked(skeleton: Skeleton, experiment: Experiment, rows: list[Item], device_
     sleeps = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
     return Demand(
         model=skeleton.model,
-        token_bytes=skeleton.kv_cache_bytes(),
+        token_bytes=skeleton.kv_cache_bytes,
         longest=_longest_context(skeleton, experiment),
         conversations=min(rollout.max_concurrent, max(at_once, measured.tasks * measured.samples)),
         phases=(Phase.sampling,) if sleeps else tuple(Phase),
@@ -289,7 +289,7 @@ def check_cache(experiment: Experiment, device: torch.device) -> None:
     """Raise ConfigError where a KV cache in this process would hold no whole conversation; loads no weights."""
     if experiment.engine.cache_share:
         skeleton = Skeleton(experiment.model, device.type)
-        if token_bytes := skeleton.kv_cache_bytes():
+        if token_bytes := skeleton.kv_cache_bytes:
             experiment.engine.check_room(device, token_bytes, _longest_context(skeleton, experiment))
 
 

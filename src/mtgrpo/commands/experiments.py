@@ -142,15 +142,16 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
                 config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
                 jobs = list(_jobs(config, loader)) if several else [("", config)]
                 place = _place(command, words, config, several)
+                at = None if several else place[0]
                 if args.dry_run:
                     found_in(*place)
                 else:
                     folder = QuotedString(str(run.enter_context(claimed(*place))), Quote.single)
                     words.append(f"hydra.{'sweep' if several else 'run'}.dir={folder.with_quotes()}")
                 for title, job in jobs:
-                    composed = _checked(command, job, loader, offline, None if several else place[0])
+                    composed = _checked(command, job, loader, offline, at)
                     if args.dry_run and (title or not several):
-                        show(title + described(command, composed))
+                        show(title + described(command, composed, at))
                 if args.dry_run:
                     return
                 if not several:

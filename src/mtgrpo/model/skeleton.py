@@ -8,6 +8,7 @@ here, which make and keep tensors of the same sizes.
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Skeleton:
         """The weights that are trained; their bytes are `nbytes` each."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
+    @cached_property
     def kv_cache_bytes(self) -> int:
         """The bytes of one token's keys and values in all layers."""
         self._caches.clear()

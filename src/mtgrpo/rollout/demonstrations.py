@@ -64,7 +64,7 @@ async def demonstrate(
     script = _Script(task, left, chat, condenser)
     limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await run_rollout(task, _Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
+    return await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
 
 
 class _Script(Condenser):
@@ -102,7 +102,7 @@ class _Script(Condenser):
         return await self._condenser.condense(replace(conversation, ask=ask))
 
 
-class _Scripted(Environment):
+class Scripted(Environment):
     """Answers what is written."""
 
     def __init__(self, opening: Opening, messages: list[Message]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from mtgrpo.config.experiment import Experiment, TrainerSettings
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.messages import spoken
@@ -15,9 +17,12 @@ from mtgrpo.model import smollm2
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.parallel.launch import Launch, read_launch
 from mtgrpo.parallel.placement import arrange, settle
+from mtgrpo.parts import extension
+from mtgrpo.record.reading import as_typed, flat
 from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.runtime.text import printable, shorten
-from mtgrpo.stages.checks import open_tasks
+from mtgrpo.stages.checks import begun_from, open_tasks
+from mtgrpo.stages.resume import told_of
 from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
 
@@ -67,12 +72,19 @@ def no_better(success: Mapping[int, float], stop: int) -> str:
     return f"eval.stop={stop}: held-out success has not been above {success[best]:.3f} since step {best}"
 
 
-def described(command: str, composed: Configured) -> str:
-    """The verdict of the checks with what a run would take, what it would note, and the options that were chosen."""
+def described(command: str, composed: Configured, folder: Path | None) -> str:
+    """The verdict of the checks with what a run would take, what it would note, and the options that were chosen.
+
+    folder: of a run that may go on there.
+    """
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = _planned(command, composed.experiment), untried(composed.experiment)
     notes = composed.experiment.notes if command == "train" else []
     lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
+    if command in ("train", "sft") and (found := begun_from(composed.experiment, folder, verify=False)):
+        typed = {group: as_typed(option) for group, option in composed.choices.items()}
+        now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
+        lines += [f"it would go on from {found.path}", *told_of(found, now)]
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)
     return "\n".join([*lines, *_first_prompt(composed.experiment), "--cfg job prints every setting"])

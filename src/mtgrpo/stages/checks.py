@@ -18,6 +18,7 @@ from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.log import chosen
+from mtgrpo.model.settings import VALUE_HEAD
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.parallel.launch import read_launch
 from mtgrpo.parallel.placement import settle
@@ -25,10 +26,10 @@ from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
-from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks, unanswered
+from mtgrpo.stages.trial import is_ours, try_condenser, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import NO_REFERENCE, STATE, newest_of, read_checkpoint
+from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +47,9 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
     chosen(experiment.log)
     if not (is_ours(experiment.advantage) and is_ours(experiment.algorithm)):
         try_out(experiment.advantage, experiment.algorithm)
-    begun = _begun(experiment, folder)
+    begun = begun_from(experiment, folder)
+    if begun:
+        _refuse_other_training(experiment, begun)
     notes: list[str] = []
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
     for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
@@ -71,7 +74,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks)
-            _refuse_other_data(tasks, begun)
+            _refuse_other_data(tasks, begun.state if begun else {})
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
                 raise ConfigError(
                     f"task.system_prompt has no effect: task {type(experiment.task).__name__} does not use it; make a "
@@ -82,20 +85,38 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
         _, chat = open_tokenizer(experiment)
         longest = experiment.environment.max_context_length or experiment.batch.context
         refuse_too_short(experiment, chat, held_out, longest)
+        for task in held_out[:1] if not experiment.agent.active else ():
+            _unlooped(try_condenser(experiment.condenser, task, chat))
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))
     return notes
 
 
-def _begun(experiment: Experiment, folder: Path | None) -> Mapping[str, Any]:
-    """The state of the checkpoint with which the run in `folder` goes on; {} for none. Raises ConfigError."""
-    found = read_checkpoint(Path(experiment.resume)) if experiment.resume not in ("", LATEST) else None
+def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True) -> Checkpoint | None:
+    """The checkpoint with which the run in `folder` goes on; None = none. verify: one that is named. ConfigError."""
+    found = read_checkpoint(Path(experiment.resume), verify) if experiment.resume not in ("", LATEST) else None
     newest = newest_of(folder) if folder and experiment.resume == LATEST else None
     with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
         found = read_checkpoint(newest, verify=False) if newest else found
-    if found and experiment.kl.coef and "stream" in found.state and not found.has_reference:
+    return found
+
+
+def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
+    """Raise ConfigError where what the optimiser keeps is of other weights, or of another kind."""
+    learns, model = "stream" in found.state, experiment.model
+    if learns and experiment.kl.coef and not found.has_reference:
         raise ConfigError(NO_REFERENCE)
-    return found.state if found else {}
+    option, kind = ("optimizer", experiment.optimizer) if learns else ("sft.optimizer", experiment.sft.optimizer)
+    option, kind = f"{option}.kind", kind.kind.value
+    other = ""
+    if (before := found.state.get("settings", {}).get(option, kind)) != kind:
+        other = f"{option} was {before}"
+    elif model.lora.rank and "adapter_config.json" not in found.files:
+        other = "all weights were trained, not adapters: model.lora.rank was 0"
+    elif model.value_head is not (VALUE_HEAD in found.files):
+        other = f"model.value_head was {str(not model.value_head).lower()}"
+    if other:
+        raise ConfigError(f"{found.path}: {other}; leave it so, or begin anew with model.name={found.path} sft.steps=0")
 
 
 def _refuse_other_data(tasks: TaskStream, begun: Mapping[str, Any]) -> None:

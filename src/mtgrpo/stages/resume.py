@@ -27,18 +27,24 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     if resume == LATEST:
         _cut_back(folder, found)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
-    before, now = (found.state.get("settings", {}) if found else {}), settings_of(folder)
-    if found and (other := differences(before, now)):
-        note(f"with other settings than before: {'; '.join(other)}")
-        if any(line.startswith("model.name=") and _NEW not in line for line in other):
-            note("model.name has no effect where a run goes on: its weights are the checkpoint's")
-        of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
-        names = [line.partition("=")[0] for line in other if _NEW not in line]
-        measured = [name for name in names if _MEASURES.match(name) or f"{Path(name).name}:" in of_measures]
-        if measured and _SUCCESS in found.state.get("summary", {}):
-            told = ", ".join(measured)
-            note(f"success before training was measured with the old, and is no measure of the new: {told}")
+    for line in told_of(found, settings_of(folder)) if found else ():
+        note(line)
     return found
+
+
+def told_of(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
+    """What to say where a run goes on from `found` with the settings that it has `now`."""
+    other = differences(found.state.get("settings", {}), now)
+    told = [f"with other settings than before: {'; '.join(other)}"] if other else []
+    if any(line.startswith("model.name=") and _NEW not in line for line in other):
+        told.append("model.name has no effect where a run goes on: its weights are the checkpoint's")
+    of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
+    names = [line.partition("=")[0] for line in other if _NEW not in line]
+    measured = [name for name in names if _MEASURES.match(name) or f"{Path(name).name}:" in of_measures]
+    if measured and _SUCCESS in found.state.get("summary", {}):
+        old = "success before training was measured with the old, and is no measure of the new"
+        told.append(f"{old}: {', '.join(measured)}")
+    return told
 
 
 def settings_of(folder: Path) -> dict[str, str]:

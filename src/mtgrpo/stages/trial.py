@@ -4,19 +4,22 @@ first demonstrations, as a warm start would see them."""
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from itertools import islice
 
 from mtgrpo.chat import Chat
+from mtgrpo.condensers import Condenser, When
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.environments import Environment
+from mtgrpo.environments import Environment, Opening
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
-from mtgrpo.rollout.demonstrations import laid_out, refused_calls
+from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls
 from mtgrpo.tasks import Split, demonstration
 from mtgrpo.tasks.rows import Columns
-from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
+from mtgrpo.types import UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
@@ -134,6 +137,32 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             why = extension.explained(error)
             raise ConfigError(f"the demonstration of task {task.id} cannot begin: {why}; correct it") from error
     return notes + refusals[:1]
+
+
+async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
+    """Raise ConfigError where a condenser of somebody's own fails after one of the first turns of `task`."""
+    if is_ours(condenser):
+        return
+    said = Message("assistant", "Next.")
+    output = chat.encode(said)
+    world = Scripted(Opening(task.messages), [Message("user", "Go on."), said] * FEW)
+    always = copy(condenser)
+    always.when = When.every_turn
+
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
+
+    async def attend(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        return [1 / len(spans)] * len(spans)
+
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED), always, attend)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if extension.of_own_code(error):
+            raise ConfigError(f"condenser {condenser.name} fails: {extension.explained(error)}; correct it") from error
 
 
 def untried(experiment: Experiment) -> str:
