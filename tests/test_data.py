@@ -79,6 +79,27 @@ def test_a_run_says_what_a_check_finds(place: Path, run: Run) -> None:
     assert "line 42: no answer in column 'answer', which other rows have" in err
 
 
+def test_a_column_that_few_rows_lack_is_noted(place: Path, run: Run) -> None:
+    rows = [asked(f"{n}?", answer="1", notes="x", **({"rare": "y"} if n % 2 else {})) for n in range(40)]
+    del rows[7]["notes"]
+    said = "line 8: no column 'notes', which other rows have"
+    write(place / "mine.jsonl", *rows)
+    code, out, _ = run("data", "check", "mine.jsonl")
+    assert code == 0 and said in out and "rare" not in out
+    code, _, err = run("train", "recipe=jsonl", "task.path=mine.jsonl", "reward=em", "model.name=tiny", "--dry-run")
+    assert code == 0 and said in err and "rare" not in err
+
+
+def test_held_out_rows_that_are_trained_on_are_told(place: Path, run: Run) -> None:
+    rows = [asked(f"{n}?", answer=str(n)) for n in range(40)]
+    write(place / "mine.jsonl", *rows)
+    write(place / "held_out.jsonl", *rows[:3], asked("40?", answer="40"))
+    words = ["recipe=jsonl", "task.path=mine.jsonl", "reward=em", "model.name=tiny", "--dry-run"]
+    for more, told in ([], False), (["task.val_files=[held_out.jsonl]"], True):
+        code, _, err = run("train", *words, *more)
+        assert code == 0 and ("3 of 4 held-out tasks are training tasks too, such as held_out/0: " in err) is told
+
+
 OWN = """
 from dataclasses import dataclass
 

@@ -54,6 +54,10 @@ ENVIRONMENT, REWARD, ALGORITHM = "environment=own.py:Own", "reward=own.py:Own", 
 CONDENSER = "condenser=own.py:Own condenser.when=every_turn environment=world.py:Own"
 ADVANTAGE, TASK = "advantage=own.py:Own", "task=own.py:Own"
 TOOL = "environment.tools=[own.py:tool]"
+CALLS = (
+    '{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [{"name": "tool", '
+    '"arguments": {"number": 1}}]}, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]}\n'
+)
 SAID = '{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}\n'
 STEP = "    def stream(self, split, seed, repeat=True):\n        "
 
@@ -277,6 +281,48 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         ),
         "the tool Own: start(self) must be start(self, task)",
     ),
+    "a reward of nothing for a wrong answer": (
+        f"{REWARD} sft.steps=0",
+        of_class(
+            "Reward",
+            "    def reward(self, trajectory):  # here\n"
+            "        if trajectory.final.endswith(trajectory.task.answer):\n            return 1.0\n",
+        ),
+        "gave None; give a finite number",
+    ),
+    "a reward that misreads calls": (
+        f"{REWARD} sft.steps=1",
+        of_class(
+            "Reward",
+            "    def reward(self, trajectory):\n        calls = trajectory.calls\n"
+            "        return float(any(call.arguments for call in calls))  # here\n",
+        ),
+        "fails for the demonstration of task calculator/",
+    ),
+    "a tool that fails at every call": (
+        "sft.demonstrations=calls.jsonl sft.steps=1 environment.tools=[own.py:tool]",
+        "def tool(number: int) -> str:\n    'Says it.'\n    return number['x']  # here\n",
+        "the tool tool failed: TypeError: 'int' object is not subscriptable",
+    ),
+    "a demonstration that begins with the question": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+            + "    def demonstration(self, task, seed):  # here\n"
+            + "        return *task.messages, Message('assistant', '#### 1')\n",
+        ),
+        "give what follows the task's own messages",
+    ),
+    "a condenser that gives dicts": (
+        "condenser=own.py:Own",
+        of_class(
+            "Condenser",
+            "    async def condense(self, conversation):  # here\n        return [{'role': 'user'}]\n",
+        ),
+        "give a list of messages",
+    ),
     "a reward that takes what another library gives": (
         REWARD,
         of_class("Reward", "    def reward(self, prompts, completions):  # here\n        return 1.0\n"),
@@ -323,6 +369,7 @@ def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> Non
     Path("own.py").write_text(source)
     Path("world.py").write_text(environment())
     Path("said.jsonl").write_text(SAID * 40)
+    Path("calls.jsonl").write_text(CALLS * 40)
     Path("rows.jsonl").write_text('{"prompt": "1?"}\n' * 40)
     Path("stock.jsonl").write_text('{"prompt": "1?", "stock": "1"}\n')
     (line,) = [number for number, text in enumerate(source.splitlines(), 1) if text.endswith("# here")]

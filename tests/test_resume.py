@@ -28,7 +28,7 @@ from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.model.tokenizer import load_tokenizer
-from mtgrpo.parts import RunContext
+from mtgrpo.parts import RunContext, extension
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
@@ -39,13 +39,15 @@ from mtgrpo.stages import evaluate as evaluation
 from mtgrpo.stages import trainer
 from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError
-from mtgrpo.stages.resume import differences
+from mtgrpo.stages.resume import NO_MEASURE, differences, told_of
 from mtgrpo.stages.saving import Saver
 from mtgrpo.stages.sft import run_sft
 from mtgrpo.stages.trainer import train
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.jsonl import Jsonl as Rows
 from mtgrpo.types import Group, Task, Trajectory
 from mtgrpo.weights import checkpoint
-from mtgrpo.weights.saved import find_newest
+from mtgrpo.weights.saved import Checkpoint, find_newest
 from saving import save_model
 
 SMALL = [
@@ -612,6 +614,31 @@ def test_a_file_that_only_one_of_them_has_used_is_no_difference() -> None:
     before = {"reward": "/a/own.py:R", "/a/own.py": "sha256:1", "/b/own.py": "sha256:2"}
     now = {"reward": "/c/own.py:R", "/c/own.py": "sha256:1", "/b/own.py": "sha256:3"}
     assert differences(before, now) == ["reward=/c/own.py:R (was /a/own.py:R)", "/b/own.py=sha256:3 (was sha256:2)"]
+
+
+def test_data_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
+    """Success before is no measure of the new where the held-out rows were edited, and none where others were."""
+    for name in ("rows.jsonl", "held_out.jsonl", "shown.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1?", "answer": "1"}\n')
+    held_out = str(tmp_path / "held_out.jsonl")
+    apart = {"task.path": str(tmp_path / "rows.jsonl"), "task.val_files": f'["{held_out}"]'}
+
+    def now(source: Rows) -> dict[str, str]:
+        for split in Split:
+            source.stream(split, 0)
+        return {**apart, **extension.digests}
+
+    source = Rows(path=apart["task.path"], val_files=[held_out])
+    before = {"settings": now(source), "summary": {"eval/success/before": 0.1}}
+    for name, measures in (("rows.jsonl", False), ("held_out.jsonl", True)):
+        begun = Checkpoint(tmp_path, 1, before, {}, False)
+        assert told_of(begun, now(source)) == []
+        (tmp_path / name).write_text('{"prompt": "1?", "answer": "2"}\n')
+        settings = now(source)
+        told = told_of(begun, settings)
+        assert told[0].startswith(f"with other settings than before: {tmp_path / name}=sha256:")
+        assert told[1:] == [f"{NO_MEASURE}: {tmp_path / name}"] * measures
+        before["settings"] = settings
 
 
 def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _check(args: argparse.Namespace) -> int:
         print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
     wrong = faults.others | faults.unusable
     print(f"{args.file}: {len(rows):,} rows of {kind}, {len(wrong):,} of which cannot be used")
-    for line in faults.described(wrong):
+    for line in faults.described(faults.lacking | wrong):
         print(printable(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", line)))
     return int(bool(wrong))
 

@@ -13,7 +13,7 @@ from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError, PolicyError, meant
 from mtgrpo.parts import Data, Parts, RunContext, built, extension, named
-from mtgrpo.runtime.text import complain, head_and_tail
+from mtgrpo.runtime.text import head_and_tail
 from mtgrpo.tools import CallTimeoutError, Tool
 from mtgrpo.tools.calls import CallLimits, Gate, call_tool, next_call, readable
 from mtgrpo.tools.schema import ArgumentCheck
@@ -57,7 +57,7 @@ class ToolUse(CallLimits, Environment):
     on_outage: OnOutage = OnOutage.fail  # after the last attempt: the conversation fails, or the model is told
 
     def __post_init__(self) -> None:
-        self._note: Callable[[str], None] = complain  # once it is open, what the run tells people by
+        self._note: Callable[[str], object] = str  # once it is open, what the run tells people by
         CallLimits.__post_init__(self)
         Environment.__post_init__(self)
         self._use(tools.load(self.tools or []))

@@ -41,7 +41,7 @@ _SHOWN_LIVE = {  # where there is room
 }
 _ABOUT = {  # stage: what happens there, and why
     "warm start": "imitates demonstrations: without a success there is nothing to reinforce",
-    EVALUATION: "on tasks that it never trains on, sampled and by its likeliest tokens",
+    EVALUATION: "on held-out tasks, sampled and by its likeliest tokens",
     LEARNING: "what did better than its siblings on a task becomes likelier",
 }
 _UNITS = {EVALUATION: "conversation", COLLECTING: "task"}  # what is counted, where it is no step

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, cast
@@ -126,4 +126,6 @@ def built(what: str, kind: type[T], settings: Mapping[str, Any]) -> T:
         raise ConfigError(f"the {what}: {error}" if "`" in str(error) else str(error)) from None
     except OmegaConfBaseException as error:
         said = str(error).partition("\n")[0]
+        if "from None" in said and (none := [field.name for field in fields(cast(Any, kind)) if field.default is None]):
+            said = f"{none[0]} = None needs a type that may be None, as `{none[0]}: str | None = None`"
         raise ConfigError(f"the {what} with settings {dict(settings)}: {said}") from None

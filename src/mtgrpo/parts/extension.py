@@ -178,7 +178,17 @@ def load_file(path: Path) -> ModuleType:
 
 
 DIGEST = "sha256:"  # before a digest
-digests: dict[str, str] = {}  # of the files that `load_file` has read, by their paths
+DIGESTED_BYTES = 16_000_000  # of a larger file its beginning and its size
+digests: dict[str, str] = {}  # of the files of somebody's own that have been read, by their paths
+
+
+def digest(file: str | Path) -> None:
+    """Keep a digest of `file`, by which a run that goes on knows whether it is the same. Raises OSError."""
+    with open(file, "rb") as content:
+        found = hashlib.sha256(content.read(DIGESTED_BYTES))
+        if rest := os.fstat(content.fileno()).st_size - content.tell():
+            found.update(str(rest).encode())
+    digests[str(file)] = f"{DIGEST}{found.hexdigest()[:12]}"
 
 
 class _FileFinder:
@@ -193,7 +203,7 @@ class _FileFinder:
         file = bytes.fromhex(place).decode()
         if (folder := os.path.dirname(file)) not in sys.path:
             sys.path.append(folder)  # what lies beside it can be imported, as by a script
-        digests[file] = f"{DIGEST}{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
+        digest(file)
         return importlib.util.spec_from_file_location(name, file)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 from mtgrpo.chat import Chat
 from mtgrpo.chat.safe_tokenizer import shared_length
@@ -199,7 +199,7 @@ class _State:
         trajectory = self.trajectory
         began, sampled_s = time.perf_counter(), trajectory.sample_s
         messages: Any = await awaited(self.condenser.condense, conversation)
-        if not isinstance(messages, list):
+        if not isinstance(messages, list) or not all(isinstance(one, Message) for one in cast("list[Any]", messages)):
             raise misgiven(self.condenser.condense, messages, "give a list of messages")
         trajectory.condense_s += time.perf_counter() - began - (trajectory.sample_s - sampled_s)
         has_asked = trajectory.turns[-1].auxiliary

@@ -43,6 +43,12 @@ def refused_calls(example: Trajectory, environment: Environment) -> tuple[str, b
     return first, not offered or len(refused) < len(calls)
 
 
+def written(message: Message, chat: Chat) -> Completion:
+    """As if `message` had been sampled."""
+    output = chat.encode(message)
+    return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
+
+
 async def demonstrate(
     task: Task,
     opening: Opening,
@@ -87,8 +93,7 @@ class _Script(Condenser):
                 "choose another condenser or sft.steps=0"
             )
         self._asks = False
-        output = self._chat.encode(replace(message, name=""))
-        return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
+        return written(replace(message, name=""), self._chat)
 
     @property
     def name(self) -> str:

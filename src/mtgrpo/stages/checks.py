@@ -26,7 +26,7 @@ from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
-from mtgrpo.stages.trial import is_ours, try_condenser, try_demonstrations, try_tasks, unanswered
+from mtgrpo.stages.trial import is_ours, trained_too, try_condenser, try_demonstrations, try_tasks, unanswered
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
 from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, newest_of, read_checkpoint
@@ -73,7 +73,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             notes += tasks.notes
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
-            notes += unanswered(experiment, held_out, tasks)
+            notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, experiment.task)
             _refuse_other_data(tasks, begun.state if begun else {})
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
                 raise ConfigError(

@@ -149,6 +149,8 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
     notes = describe_failures(groups, file)
     if measured < len(groups):
         notes.append(f"of {len(groups)} tasks {measured} could be measured: its numbers are of those")
+    elif len(valid) < (played := sum(len(group.trajectories) for group in groups)):
+        notes.append(f"of {played} conversations {len(valid)} could be measured: its numbers are of those")
     looks_for = reward.looks_for or next((part.looks_for for part in reward.parts), "")
     graded = [t for t in valid if t.given is None]  # by the reward, not by an agent
     if looks_for and graded and not any(map(reward.answer, graded)):

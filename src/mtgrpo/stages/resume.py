@@ -12,6 +12,8 @@ from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
 _MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
+NO_MEASURE = "success before training was measured with the old, and is no measure of the new"
+_TRAINED = ("task.path", "task.train_files")
 _NEW, _SUCCESS = "not set", "eval/success/before"
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
@@ -38,12 +40,13 @@ def told_of(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
     told = [f"with other settings than before: {'; '.join(other)}"] if other else []
     if any(line.startswith("model.name=") and _NEW not in line for line in other):
         told.append("model.name has no effect where a run goes on: its weights are the checkpoint's")
-    of_measures = " ".join(value for name, value in now.items() if _MEASURES.match(name))  # where files are named
+    apart = _TRAINED if now.get("task.val_files", "[]") != "[]" else ()  # held-out tasks have files of their own
+    measures = {name: value for name, value in now.items() if _MEASURES.match(name) and name not in apart}
+    files = re.split(r"[^\w.-]", " ".join(measures.values()))
     names = [line.partition("=")[0] for line in other if _NEW not in line]
-    measured = [name for name in names if _MEASURES.match(name) or f"{Path(name).name}:" in of_measures]
+    measured = [name for name in names if name in measures or (Path(name).is_absolute() and Path(name).name in files)]
     if measured and _SUCCESS in found.state.get("summary", {}):
-        old = "success before training was measured with the old, and is no measure of the new"
-        told.append(f"{old}: {', '.join(measured)}")
+        told.append(f"{NO_MEASURE}: {', '.join(measured)}")
     return told
 
 

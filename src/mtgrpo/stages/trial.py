@@ -5,25 +5,28 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, When
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment, Opening
-from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.environments.tool_use import OutageError, ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.conversation import run_rollout
-from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls
-from mtgrpo.tasks import Split, demonstration
+from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, written
+from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
-from mtgrpo.types import UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
 MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
+LOOKED_AT = 10_000  # training tasks, which may be held out as well
 SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
@@ -65,11 +68,9 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
         shown = demonstration(experiment.task, task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
         return
-    (score,) = await scores(reward, [_conversation(task, shown or said)])
-    if isinstance(score, Exception):
-        what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
-        why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
-        raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {task.id}: {why}")
+    what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
+    await _grade(reward, what, _conversation(task, shown or said))
+    await _grade(reward, "an empty answer", _conversation(task, [Message("assistant", "")]))
 
 
 def _suit(experiment: Experiment, world: Environment) -> None:
@@ -103,6 +104,19 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
     return []
 
 
+def trained_too(held_out: Sequence[Task], source: TaskSource) -> list[str]:
+    """What to say where some of `held_out` are among the first of the training tasks as well, but for their ids."""
+    tasks = source.stream(Split.train, 0, repeat=False)
+    trained = {_content(task) for task in islice(() if tasks.endless else tasks, LOOKED_AT)}
+    both = [task.id for task in held_out if _content(task) in trained]
+    told = f"{len(both)} of {len(held_out)} held-out tasks are training tasks too, such as {both[0]}" if both else ""
+    return [f"{told}: success on these is no measure of others; hold out tasks that differ"] if told else []
+
+
+def _content(task: Task) -> str:
+    return repr((task.messages, task.answer, task.metadata))
+
+
 async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
 
@@ -124,19 +138,43 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
         try:
             async with asyncio.timeout(LONGEST_S):
                 example = await laid_out(task, messages, environment, chat)
-            why, takes = refused_calls(example, environment)
-            taken = taken or takes
-            if why and not taken:
-                raise ConfigError(f"{why}; correct it")
-            refusals += [why] if why else []
+                why, takes = refused_calls(example, environment)
+                taken = taken or takes
+                if why and not taken:
+                    raise ConfigError(f"{why}; correct it")
+                refusals += [why] if why else []
+                if not experiment.agent.active:
+                    await _play(experiment, task, messages, chat)
         except ConfigError:
             raise
         except Exception as error:
-            if not extension.of_own_code(error):
+            failed = isinstance(error, OutageError)  # a tool has
+            if not extension.of_own_code(error) or (failed and not isinstance(error.__cause__, MISTAKES)):
                 break
-            why = extension.explained(error)
-            raise ConfigError(f"the demonstration of task {task.id} cannot begin: {why}; correct it") from error
+            why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
+            raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
     return notes + refusals[:1]
+
+
+async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat) -> None:
+    """Let the environment answer what is demonstrated, and the reward grade that. Raises ConfigError for the latter."""
+    said = [message for message in messages if message.role == "assistant" and message.name != SUMMARY]
+    world: Any = experiment.environment
+    world = replace(world, max_turns=len(said), **({"call_retries": 0} if isinstance(world, ToolUse) else {}))
+
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        return written(said.pop(0), chat)
+
+    played = await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED))
+    if experiment.reward.works_unopened and not all_ours(experiment.reward):
+        await _grade(experiment.reward, "the demonstration", played)
+
+
+async def _grade(reward: Reward, what: str, played: Trajectory) -> None:
+    (score,) = await scores(reward, [played])
+    if isinstance(score, Exception):
+        why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
+        raise ConfigError(f"reward {type(reward).__name__} fails for {what} of task {played.task.id}: {why}")
 
 
 async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
@@ -144,13 +182,12 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
     if is_ours(condenser):
         return
     said = Message("assistant", "Next.")
-    output = chat.encode(said)
     world = Scripted(Opening(task.messages), [Message("user", "Go on."), said] * FEW)
     always = copy(condenser)
     always.when = When.every_turn
 
     async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
-        return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
+        return written(said, chat)
 
     async def attend(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         return [1 / len(spans)] * len(spans)
@@ -169,7 +206,7 @@ def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code that only a run calls; "" = none."""
     environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
     alone = reward.works_unopened and _begins(environment) and not (experiment.task.opens or agent.active)
-    tried = {"environment": is_ours(environment), "agent": is_ours(agent), "reward": all_ours(reward) or alone}
+    tried = {"environment": is_ours(environment), "agent": not agent.active, "reward": all_ours(reward) or alone}
     own = [name for name, known in tried.items() if not known]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from
 from mtgrpo.parts import Data, Part, Prompt
-from mtgrpo.parts.extension import misgiven
+from mtgrpo.parts.extension import digest, misgiven
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
@@ -145,6 +145,9 @@ def demonstration(source: "TaskSource", task: Task, seed: int) -> Sequence[Messa
     said = source.demonstration(task, seed)
     if said and not all(isinstance(message, Message) for message in cast("Any", said)):
         raise misgiven(source.demonstration, said, "give messages, such as (Message('assistant', 'text'),), or None")
+    if said and said[0].role != "assistant":
+        how = "give what follows the task's own messages, which begins with the assistant's"
+        raise misgiven(source.demonstration, said, how)
     return said
 
 
@@ -273,7 +276,9 @@ def _text_of(value: str, option: str) -> str:
     if not value.startswith("file:"):
         return value
     try:
-        return Path(value.removeprefix("file:")).expanduser().read_text(encoding="utf-8").strip()
+        path = Path(value.removeprefix("file:")).expanduser().absolute()
+        digest(path)
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option}={value}: it cannot be read: {error}") from error
 

@@ -14,11 +14,13 @@ from typing import Any, ClassVar, TypeVar
 
 from mtgrpo.errors import ConfigError, beside
 from mtgrpo.parts import File
+from mtgrpo.parts.extension import digest
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.tasks.rows import NOTED_ROWS, Columns, JsonlRows, Row, Rows, stream_over, task_from_row
 from mtgrpo.types import Task
 
 T = TypeVar("T")
+RARE = 0.05  # of rows: a column that no more of them lack is one they should have
 CHECKED_BYTES = 100_000_000  # files of less in all are checked whole at the start
 
 
@@ -30,6 +32,7 @@ class RowFaults:
         self.unusable: dict[int, str] = {}  # by the number of the row
         self._rows, self._answer = rows, answer
         self._repeated: dict[int, str] = {}
+        self._with: dict[frozenset[str], array[int]] = {}  # the rows of each set of further columns
         self._readable, self._unanswered = 0, array("q")
         self._first: dict[str, int] = {}  # the row of each id that a row brings
 
@@ -39,8 +42,10 @@ class RowFaults:
             self.unusable[number] = str(row)
             return False
         self._readable += 1
-        if isinstance(row, Task) and not row.answer:
-            self._unanswered.append(number)
+        if isinstance(row, Task):
+            self._with.setdefault(frozenset(row.metadata), array("q")).append(number)
+            if not row.answer:
+                self._unanswered.append(number)
         if row.id == self._rows.default_id(number) or (earlier := self._first.setdefault(row.id, number)) == number:
             return True
         where = self._rows.where
@@ -60,6 +65,16 @@ class RowFaults:
         missing = f"no answer in column {self._answer!r}, which other rows have"
         unanswered = [] if self.unanswered else self._unanswered
         return {number: f"{self._rows.where(number)}: {missing}" for number in unanswered} | self._repeated
+
+    @property
+    def lacking(self) -> dict[int, str]:
+        """The rows without a further column that nearly all others have, which may be meant to be so."""
+        found: dict[int, str] = {}
+        for column in sorted(frozenset().union(*self._with)):
+            rows = [number for columns, some in self._with.items() if column not in columns for number in some]
+            if len(rows) <= RARE * self._readable:
+                found |= {n: f"{self._rows.where(n)}: no column {column!r}, which other rows have" for n in rows}
+        return found
 
     def described(self, faults: Mapping[int, str]) -> list[str]:
         """A line for each kind of fault: the first row that has it, and how many more do."""
@@ -107,6 +122,8 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
         held_out = self._resolved(self.val_files, self._given_held_out)
         training = [] if alone else self._training(held_out)
         names = names_for_ids([*training, *held_out.values()])
+        for file in names:
+            digest(file)
         files = list(held_out.values()) if split is Split.eval and held_out else training
         rows = self.rows({file: names[file] for file in files})
         chosen: Sequence[int] = range(len(rows))
@@ -144,7 +161,11 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
         if errors and (len(errors) == count or self.bad_rows is BadRows.stop):
             raise ConfigError(errors[0])
         summary = f"{len(errors)} of the {count} rows that were checked cannot be used and are skipped; the first: "
-        return [*(f"{summary}{error}" for error in errors[:1]), *faults.described(faults.others), *rows.notes()]
+        return [
+            *(f"{summary}{error}" for error in errors[:1]),
+            *faults.described(faults.lacking | faults.others),
+            *rows.notes(),
+        ]
 
     def _training(self, held_out: Mapping[Path, Path]) -> list[Path]:
         """The files to train on; none of them is held out, so a folder gives up what is."""
