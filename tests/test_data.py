@@ -97,7 +97,7 @@ def test_held_out_rows_that_are_trained_on_are_told(place: Path, run: Run) -> No
     words = ["recipe=jsonl", "task.path=mine.jsonl", "reward=em", "model.name=tiny", "--dry-run"]
     for more, told in ([], False), (["task.val_files=[held_out.jsonl]"], True):
         code, _, err = run("train", *words, *more)
-        assert code == 0 and ("3 of 4 held-out tasks are training tasks too, such as held_out/0: " in err) is told
+        assert code == 0 and ("3 of 4 held-out tasks are training tasks too, such as held_out/1: " in err) is told
 
 
 OWN = """
