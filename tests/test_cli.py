@@ -597,6 +597,14 @@ def test_what_a_reward_of_ones_own_cannot_grade_is_no_mistake_of_it(run: Run, pl
     assert run("train", *ROWS, "reward=own.py:Paid", "--dry-run")[0] == 0
 
 
+def test_what_only_a_run_can_try_is_said_to_be_untried(run: Run, place: Path, own: str, no_model: None) -> None:
+    Path("kept.py").write_text("from mtgrpo.log.jsonl import Jsonl\n\n\nclass Kept(Jsonl):\n    pass\n")
+    tool = [f"environment.tools=[{own}:increment]", "sft.steps=0"]
+    for words, untried in (([], ""), (tool, "tools"), (["log=[kept.py:Kept]"], "sinks")):
+        code, out, _ = run("train", *words, "--dry-run")
+        assert code == 0 and f"nothing was run{untried and f', nor your own {untried} tried'}; a run" in out
+
+
 def test_a_reward_of_ones_own_is_said_to_be_untried_where_only_a_run_can_try_it(
     run: Run, place: Path, no_model: None
 ) -> None:

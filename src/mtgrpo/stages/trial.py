@@ -205,8 +205,15 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
 def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code that only a run calls; "" = none."""
     environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
-    alone = reward.works_unopened and _begins(environment) and not (experiment.task.opens or agent.active)
-    tried = {"environment": is_ours(environment), "agent": not agent.active, "reward": all_ours(reward) or alone}
+    alone = _begins(environment) and not (experiment.task.opens or agent.active)
+    shown = alone and experiment.sft.steps and experiment.demonstrated.demonstrates
+    tried = {
+        "environment": is_ours(environment),
+        "tools": shown or not any(":" in str(name) for name in getattr(environment, "tools", None) or ()),
+        "agent": not agent.active,
+        "reward": all_ours(reward) or (alone and reward.works_unopened),
+        "sinks": all(":" not in str(name) for name in experiment.log),
+    }
     own = [name for name, known in tried.items() if not known]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 
