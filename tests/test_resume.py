@@ -556,6 +556,14 @@ def test_an_optimizer_of_other_weights_or_kind_is_refused(tmp_path: Path) -> Non
     ran(tmp_path, *words, "checkpoint.every_steps=1")
     newest = tmp_path / "checkpoints/step_000001"
     looked_at(tmp_path, *words, "resume=true", "sft.optimizer.kind=muon")  # the warm start is behind it
+    warm = tmp_path / "warm"
+    (warm / ".hydra").mkdir(parents=True)
+    (warm / ".hydra/config.yaml").write_text("sft: {optimizer: {kind: adamw}}\n")
+    asyncio.run(run_sft(compose(parse([*SMALL, *words])).experiment, warm))
+    on = [f"resume={warm}/checkpoints/step_000002", "sft.optimizer.kind=muon"]
+    looked_at(tmp_path, *on, "sft.steps=2")  # its end is a beginning
+    with pytest.raises(ConfigError, match=r"sft\.optimizer\.kind was adamw"):
+        looked_at(tmp_path, *on, "sft.steps=4")
     for why, other in {
         "optimizer.kind was adamw": ["optimizer.kind=muon"],
         "model.value_head was false": ["algorithm=ppo", "advantage=gae", "model.value_head=true"],

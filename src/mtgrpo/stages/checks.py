@@ -106,6 +106,8 @@ def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
     learns, model = "stream" in found.state, experiment.model
     if learns and experiment.kl.coef and not found.has_reference:
         raise ConfigError(NO_REFERENCE)
+    if not learns and not 0 < found.state.get("sft", {"step": 0})["step"] < experiment.sft.steps:
+        return  # reinforcement learning begins, with an optimiser of its own
     option, kind = ("optimizer", experiment.optimizer) if learns else ("sft.optimizer", experiment.sft.optimizer)
     option, kind = f"{option}.kind", kind.kind.value
     other = ""

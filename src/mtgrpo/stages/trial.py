@@ -26,7 +26,7 @@ from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 FEW = 3  # demonstrations that are tried
 MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
-LOOKED_AT = 10_000  # training tasks, which may be held out as well
+LOOKED_AT = 2_000  # training tasks, which may be held out as well
 SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
