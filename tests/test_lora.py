@@ -250,6 +250,11 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
         load(tmp_path, rank=4)
 
 
+def test_a_rank_above_every_matrix_is_refused(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=100000 is above \d+, the longest side of a matrix; try 16"):
+        load(bases["qwen3"], rank=100_000)
+
+
 @pytest.mark.parametrize(("wrong", "seen"), [({"rank": -1}, "-1 and 32"), ({"rank": 2, "alpha": 0}, "2 and 0")])
 def test_impossible_settings_are_refused(wrong: dict[str, int], seen: str) -> None:
     with pytest.raises(ConfigError, match=f"got {seen}"):

@@ -223,6 +223,8 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str =
         else:
             section = [setting for setting in known if setting.startswith(f"{key}.")]
             has = f"{key} has settings of its own: {', '.join(section)}; it is given {value!r:.200}"
+            if key == "checkpoint":
+                has += "; to go on from one give resume=PATH, to begin with its weights model.name=PATH"
             raise ConfigError(has if section and key not in groups() else unknown(key, known))
 
 

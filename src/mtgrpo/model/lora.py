@@ -45,6 +45,9 @@ def add_adapter(model: PreTrainedModel, settings: LoRA, seed: int) -> None:
     Raises ConfigError for targets that match nothing.
     """
     targets = _targets(model, settings)
+    linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
+    if settings.rank > (largest := max(max(part.in_features, part.out_features) for part in linear)):
+        raise ConfigError(f"model.lora.rank={settings.rank} is above {largest}, the longest side of a matrix; try 16")
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
     )
