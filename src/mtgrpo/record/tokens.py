@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts.extension import explained
+from mtgrpo.record.reading import step_of
 from mtgrpo.record.settings import TokenSettings
 from mtgrpo.runtime.files import put_whole
 from mtgrpo.runtime.resources import check_disk
@@ -60,7 +60,7 @@ class TokenRecorder:
             with put_whole(self._folder / f"step_{step:06d}.npz", durable=False) as partial:
                 write_arrays(partial, arrays)
             for path in self._folder.glob("step_*.npz"):
-                if (older := path.stem[5:]).isdecimal() and not self._settings.keeps(int(older), step):
+                if (older := step_of(path.stem)) and not self._settings.keeps(older, step):
                     path.unlink()
         except Exception as error:
             self._settings = TokenSettings(last=0, every=0)
@@ -208,8 +208,4 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
 
 def recorded_steps(folder: Path) -> list[int]:
     """The steps whose tokens a run has kept, in order."""
-    steps: list[int] = []
-    for path in (folder / "tokens").glob("step_*.npz"):
-        with suppress(ValueError):
-            steps.append(int(path.stem[5:]))
-    return sorted(steps)
+    return sorted(filter(None, (step_of(path.stem) for path in (folder / "tokens").glob("step_*.npz"))))

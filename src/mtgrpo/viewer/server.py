@@ -55,9 +55,10 @@ def application(runs: Runs, hosts: frozenset[str], secret: str) -> web.Applicati
         return web.Response(body=static[name], content_type=_TYPES[Path(name).suffix], charset="utf-8")
 
     async def resource(request: web.Request) -> web.Response:
-        content = await asyncio.to_thread(_read, runs, request.match_info["name"])
-        if content is None:
+        found = await asyncio.to_thread(runs.read, request.match_info["name"])
+        if found is None:
             raise web.HTTPNotFound
+        content = await asyncio.to_thread(strict_json, found)
         answer = web.Response(body=content, content_type="application/json", charset="utf-8")
         answer.enable_compression()
         return answer
@@ -90,11 +91,6 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.Response(status=error.status, text=f"{error.reason}\n")
     except (ConfigError, OSError) as error:  # what is in the folder is none of ours, or has just gone
         return web.Response(status=422, text=f"{error}\n")
-
-
-def _read(runs: Runs, name: str) -> bytes | None:
-    found = runs.read(name)
-    return None if found is None else strict_json(found)
 
 
 async def serve(runs: Runs, host: str, port: int, screen: str) -> None:
