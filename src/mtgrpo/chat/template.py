@@ -103,6 +103,7 @@ class TemplateChat(Chat):
         stops: list[int | None] = [self._safe.added.get(self._end), tokenizer.eos_token_id, *ends]
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
+        self.format = self._format
         self.knows_tools = not (self._lacking or self._no_tools)  # its own, and its calls are read
         if "contentx7q" not in (self._template.try_render([USER, call_message(2, "contentx7q")]) or ""):
             self._template.calls_in_content = self._format
@@ -113,10 +114,6 @@ class TemplateChat(Chat):
         turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
         thinking = f"thinking {settings.thinking.value}"
         self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
-
-    @property
-    def format(self) -> ToolFormat:
-        return self._format
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
