@@ -50,11 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     path = run.trajectories(shown_tokens.name if shown_tokens else name)
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(printable(f"{run.folder}, {path.stem}"), "bold"))
-    if shown_tokens:
-        out.print(shown_tokens.legend(out))
     tools: Any = None  # None: not recorded
     numbered = enumerate(reading.conversations(path))
     if shown_tokens:  # those that were paid for anything first
+        out.print(shown_tokens.legend(out))
         kept = [(line, row) for line, row in numbered if line in shown_tokens]
         numbered = iter(sorted(kept, key=lambda one: not shown_tokens.paid(one[0])))
     wanted = (
