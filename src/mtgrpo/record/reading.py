@@ -25,6 +25,8 @@ from mtgrpo.types import is_success
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 GREEDY = {BEFORE: "greedy_before", AFTER: "greedy_after"}  # and of the greedy ones beside them
+LOCK = ".lock"  # in the folder of a run from its beginning
+_FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 _POINTS = 2000  # rows of metrics that are kept
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
@@ -109,10 +111,6 @@ class RunRecord:
     @property
     def _place(self) -> Path:
         return self.folder / "trajectories"
-
-
-LOCK = ".lock"  # in the folder of a run from its beginning
-_FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FLAGS = ("clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained")  # by bit, from the lowest
 DIFFERENCES = ("before", "last", "after", "reference")  # log-probabilities, stored as what they are above `behaviour`
 _HALF = ("entropy", "value", *DIFFERENCES)  # stored as float16, which is exact enough for what is small
+_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
+_NEEDED = ("forest_token", "version", "flags", "behaviour", "weight", "turn_parent", "whole")
 _MOST = float(np.finfo(np.float16).max)
 _MOST_BYTES = 1 << 30  # of the arrays of a file that is read
 _SPARE = 1 << 28  # bytes that a disk must have left beside the record
@@ -181,11 +183,6 @@ def read_tokens(folder: Path, step: int) -> TokenRecord | None:
         raise ConfigError(f"{path} is no record of tokens: {error}") from error
 
 
-_NEEDED = ("version", "flags", "behaviour", "weight", "turn_parent", "whole")
-
-_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
-
-
 def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
     """Raises ValueError, or KeyError, for arrays that do not fit one another."""
     end, counts, line = arrays["forest_subtree_end"], arrays["turn_tokens"], arrays["line"]
@@ -195,7 +192,7 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
         kinds = "iu" if name in _WHOLE_NUMBERS else "iuf"
         if array.shape != (lengths.get(name.partition("_")[0], len(node)),) or array.dtype.kind not in kinds:
             raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
-    if missing := [name for name in (*_NEEDED, "forest_token") if name not in arrays]:
+    if missing := [name for name in _NEEDED if name not in arrays]:
         raise ValueError(f"it has no {missing[0]}")
     if (counts < 0).any() or counts.sum(dtype=np.int64) != len(node) or (np.diff(trajectory) < 0).any():
         raise ValueError("its turns do not have as many tokens as there are")
