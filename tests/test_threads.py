@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
 from mtgrpo.runtime import resources
 from mtgrpo.runtime.resources import fit_openmp, free_cores, read_cpu_times, threads_for
-from mtgrpo.runtime.workers import open_workers
+from mtgrpo.runtime.workers import Workers
 from mtgrpo.stages import threads, trainer
 from mtgrpo.types import LEARNING, Trajectory
 
@@ -177,10 +178,10 @@ def test_torch_is_loaded_with_what_fits_and_what_the_user_set_stays(
 async def test_workers_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in resources.WAITING_SET:
         monkeypatch.delenv(name, raising=False)
-    with open_workers() as workers:
+    with closing(Workers()) as workers:
         assert await workers.run(os.getenv, "OMP_WAIT_POLICY") == "passive"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    with open_workers() as workers:
+    with closing(Workers()) as workers:
         assert await workers.run(os.getenv, "OMP_WAIT_POLICY") is None
 
 

@@ -267,7 +267,6 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     (run,) = read_runs([folder])
     for when in ("before", "after"):
         outcomes = run.outcomes(f"evaluation_{when}")
-        assert outcomes is not None
         assert mean_over_tasks(list(outcomes.values())).mean == pytest.approx(found[f"eval/success/{when}"])
     assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
     stages = [(row["stage"], row["step"]) for row in rows(folder)]

@@ -53,11 +53,7 @@ class Chat(ABC):
     stop_ids: tuple[int, ...]  # the tokens that end a turn
     notes: list[str]  # the settings in force, for the start of a run; `open` may add one
     template: str | None = None  # the jinja source in use; None = the tokenizer's own
-
-    @property
-    def format(self) -> ToolFormat | None:
-        """How tool calls are written; None where a library reads them."""
-        return None
+    format: ToolFormat | None = None  # how tool calls are written; None where a library reads them
 
     @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:

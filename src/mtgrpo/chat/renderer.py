@@ -99,9 +99,7 @@ class RendererChat(Chat):
 
     def encode(self, message: Message) -> list[int]:
         rendered = self._renderer.render(self._messages([USER, message]))
-        output = self._after_prompt(rendered.token_ids)
-        if output is None:  # the renderer does not continue its own generation prompt
-            output = _sampled(rendered)
+        output = self._after_prompt(rendered)
         ends = [index for index, token in enumerate(output) if token in self.stop_ids]
         if ends:
             return output[: ends[-1] + 1]
@@ -111,15 +109,16 @@ class RendererChat(Chat):
         closing = [token for token in answered if token in self.stop_ids]
         return [*output, closing[-1] if closing else self.stop_ids[0]]
 
-    def _after_prompt(self, tokens: list[int]) -> list[int] | None:
-        """The tokens after the generation prompt in `tokens`, where one may run across its end."""
+    def _after_prompt(self, rendered: Any) -> list[int]:
+        """The tokens after the generation prompt, where one may run across its end."""
+        tokens: list[int] = rendered.token_ids
         shared = shared_length(self._prompt, tokens)
         rest = self._safe.decode(self._prompt[shared:])
         for end in range(shared, len(tokens) + 1):
             text = self._safe.decode(tokens[shared:end])
             if text.startswith(rest):
                 return self._safe.encode_after("", text[len(rest) :]) + tokens[end:]
-        return None if rest.strip() else tokens[shared:]
+        return _sampled(rendered) if rest.strip() else tokens[shared:]  # where it does not continue its own prompt
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         specs = [self._safe.escape_tool(tool) for tool in tools] or None

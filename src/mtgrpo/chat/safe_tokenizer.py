@@ -20,6 +20,7 @@ from mtgrpo.types import Message, ToolCall, ToolSpec
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 _MARKER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_PIECE = 256  # items that are compared at once
 
 
 class SafeTokenizer:
@@ -134,9 +135,6 @@ class SafeTokenizer:
             return tokens
         half = len(text) // 2  # the model's own vocabulary holds the string whole: break it up
         return self._spell(text[:half]) + self._spell(text[half:])
-
-
-_PIECE = 256  # items that are compared at once
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +28,10 @@ from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.isolation import try_within_limits
 from mtgrpo.types import Message, ToolSpec
+
+_STUBS = ((USER,), (USER, Message("assistant", "well"), Message("user", "and then")))
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
+_EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
 
 
 def chatml() -> str:
@@ -60,11 +63,6 @@ def _source(tokenizer: Any, settings: ChatSettings) -> str:
             "give one with chat.template=chatml or chat.template=PATH of a .jinja file"
         )
     return own
-
-
-_STUBS = ((USER,), (USER, Message("assistant", "well"), Message("user", "and then")))
-_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
-_EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
 
 
 class TemplateChat(Chat):
@@ -103,6 +101,7 @@ class TemplateChat(Chat):
         stops: list[int | None] = [self._safe.added.get(self._end), tokenizer.eos_token_id, *ends]
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
+        self.format = self._format
         self.knows_tools = not (self._lacking or self._no_tools)  # its own, and its calls are read
         if "contentx7q" not in (self._template.try_render([USER, call_message(2, "contentx7q")]) or ""):
             self._template.calls_in_content = self._format
@@ -113,10 +112,6 @@ class TemplateChat(Chat):
         turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
         thinking = f"thinking {settings.thinking.value}"
         self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
-
-    @property
-    def format(self) -> ToolFormat:
-        return self._format
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
@@ -227,7 +222,7 @@ class TemplateChat(Chat):
     def _output(self, message: Message) -> str:
         """The text of the model's output, by rendering the template; in the format alone where that does not work."""
         if message.reasoning and not self._template.shows_reasoning:
-            answer = self._output(dataclasses.replace(message, reasoning=""))
+            answer = self._output(replace(message, reasoning=""))
             return self._thoughts(self._safe.escape(message.reasoning, sampled=True)) + _EMPTY_THINKING.sub("", answer)
         full = self._template.try_render([USER, message]) or ""
         prompt = _OPEN_THINKING.sub("", self._prompt)
@@ -266,7 +261,7 @@ class TemplateChat(Chat):
         shape = tuple((m.role, bool(m.content), bool(m.reasoning), bool(m.tool_calls)) for m in messages)
         if shape not in self._visible:
             probes = [
-                dataclasses.replace(
+                replace(
                     message,
                     content="text" if message.content else "",
                     reasoning=f"thought{index}q7x" if message.reasoning else "",
@@ -298,8 +293,7 @@ class TemplatePieces:
         """The text with `values` in the slots."""
         parts = [self.literals[0]]
         for slot, literal in zip(self.slots, self.literals[1:], strict=True):
-            parts.append(self.trims[slot](values[slot]))
-            parts.append(literal)
+            parts += [self.trims[slot](values[slot]), literal]
         return "".join(parts)
 
 

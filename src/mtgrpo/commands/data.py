@@ -20,7 +20,7 @@ from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tasks.jsonl import Jsonl, RowFaults, each_tried
 from mtgrpo.tasks.parquet import Parquet, write_parquet
 from mtgrpo.tasks.published import Published, data_folder
-from mtgrpo.tasks.rows import Columns, Rows, cell
+from mtgrpo.tasks.rows import Columns, Row, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
 from mtgrpo.tools.search import Passage, passage_from
 from mtgrpo.types import Task
@@ -130,19 +130,15 @@ def _check(args: argparse.Namespace) -> int:
 
 def _kind(rows: Rows, columns: Columns) -> str:
     """What the first row is that can be read."""
-    for read in rows.readings():
-        try:
-            row = read()
-        except ConfigError:
-            continue
-        if cell(row, columns.prompt) is not None:
-            return _TASKS
-        messages: Any = cell(row, columns.messages)
-        if isinstance(messages, list) and messages:
-            last: Any = messages[-1]
-            return _CONVERSATIONS if isinstance(last, Mapping) and last.get("role") == "assistant" else _TASKS
-        return _PASSAGES if "text" in row else _TASKS
-    return _TASKS
+    tried = each_tried(rows, lambda _, row: row)
+    row: Row = next((row for row in tried if not isinstance(row, ConfigError)), {})
+    if cell(row, columns.prompt) is not None:
+        return _TASKS
+    messages: Any = cell(row, columns.messages)
+    if isinstance(messages, list) and messages:
+        last: Any = messages[-1]
+        return _CONVERSATIONS if isinstance(last, Mapping) and last.get("role") == "assistant" else _TASKS
+    return _PASSAGES if "text" in row else _TASKS
 
 
 def _shown_by(model: str) -> Callable[[Task | Passage], str]:

@@ -152,11 +152,9 @@ def _gpus() -> list[Check]:
     code, text = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
     gpus = [line.split(", ") for line in text.splitlines() if line.count(", ") == 2]
     if code != 0 or not gpus:
-        state, found = (
-            (State.missing, "none") if code is None else (State.broken, text.strip() or "nvidia-smi lists none")
-        )
+        finding = (State.missing, "none") if code is None else (State.broken, text.strip() or "nvidia-smi lists none")
         purpose = "larger models; without one everything runs on the CPU"
-        return [Check("GPU", state, found, purpose, "install or load the NVIDIA driver, until nvidia-smi lists a GPU")]
+        return [Check("GPU", *finding, purpose, "install or load the NVIDIA driver, until nvidia-smi lists a GPU")]
     checks: list[Check] = []
     for number, (name, total, free) in enumerate(gpus):
         memory = f", {float(free) / 1024:.0f} of {float(total) / 1024:.0f} GiB free" if total.isdigit() else ""
@@ -166,7 +164,6 @@ def _gpus() -> list[Check]:
 
 
 def _cuda() -> Finding:
-    """Whether torch reaches the GPUs that are there."""
     try:
         import torch  # noqa: PLC0415  takes seconds
     except (ImportError, OSError) as error:
@@ -185,7 +182,6 @@ def _vllm() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Whether code of the policy can be run in bubblewrap."""
     code, text = _run("bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true")
     if code is None:
         return State.missing, "bubblewrap is not installed; sandbox.kind=rlimits does without"
@@ -223,7 +219,6 @@ def _several() -> Finding:
 
 
 def _disk() -> Finding:
-    """Where runs are kept: space, and the right to write."""
     folder = Path.cwd()
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -234,7 +229,6 @@ def _disk() -> Finding:
 
 
 def _ports() -> Finding:
-    """Whether programs of this machine can reach one another."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_TIMEOUT_S).close()

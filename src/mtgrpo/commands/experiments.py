@@ -195,18 +195,15 @@ def _run(command: str, loader: ExperimentLoader, words: list[str], several: bool
     if several:
         loader.hydra.multirun("base", functools.partial(run_job, command), [*words, "hydra.mode=MULTIRUN"])
         return
-    words = [*words, "hydra.mode=RUN"]
-    outcome = loader.hydra.run("base", functools.partial(_run_alone, command), words).return_value
-    if isinstance(outcome, Exception):
-        raise outcome
 
+    def alone(config: DictConfig) -> Exception | None:
+        try:
+            run_job(command, config)
+        except (ConfigError, RunError) as error:
+            return error  # Hydra would put a line of its own before it
 
-def _run_alone(command: str, config: DictConfig) -> float | Exception | None:
-    """As `run_job`, but an error that is told is given back: Hydra would put a line of its own before it."""
-    try:
-        return run_job(command, config)
-    except (ConfigError, RunError) as error:
-        return error
+    if error := loader.hydra.run("base", alone, [*words, "hydra.mode=RUN"]).return_value:
+        raise error
 
 
 def _jobs(config: DictConfig, loader: ExperimentLoader) -> Iterator[tuple[str, DictConfig]]:

@@ -69,23 +69,22 @@ def _sample(row: Json, model: str, groups: dict[str, Any]) -> Json:
 def _messages(messages: Sequence[Json]) -> list[Json]:
     """As inspect has them: each answer of a tool names its call, in the order of the calls."""
     found: list[Json] = []
-    open_calls: list[Json] = []
+    unanswered = iter(list[Json]())
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content", "")
         one: Json = {"id": str(number), "role": role if role in ("system", "assistant", "tool") else "user"}
         one["content"] = content
         if one["role"] == "assistant":
-            open_calls = one["tool_calls"] = [
+            calls = one["tool_calls"] = [
                 {"id": f"call_{number}_{place}", "type": "function", "function": str(call.get("name"))}
                 | {"arguments": arguments if isinstance(arguments := call.get("arguments"), dict) else {}}
                 for place, call in enumerate(message.get("tool_calls", []))
             ]
-            open_calls = list(open_calls)
+            unanswered = iter(calls)
             if message.get("reasoning"):
                 thought = {"type": "reasoning", "reasoning": message["reasoning"]}
                 one["content"] = [thought, {"type": "text", "text": content}]
-        elif one["role"] == "tool" and open_calls:
-            call = open_calls.pop(0)
+        elif one["role"] == "tool" and (call := next(unanswered, None)):
             one |= {"tool_call_id": call["id"], "function": call["function"]}
         found.append(one)
     return found

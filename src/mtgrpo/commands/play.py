@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mtgrpo.agents.none import NoAgent
@@ -86,7 +85,7 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
                 return
             if said:
                 words = run.experiment.task.with_prompt((Message("user", said),))
-                task = dataclasses.replace(example, id=f"play/{number}", messages=words)
+                task = replace(example, id=f"play/{number}", messages=words)
             else:
                 task = example = next(examples)
                 _show("example", task.messages[-1].content)
@@ -128,9 +127,9 @@ async def run_serving(experiment: Experiment, folder: Path) -> None:
 
 def _by_hand(experiment: Experiment) -> Experiment:
     """The settings under which somebody tries a policy."""
-    return dataclasses.replace(
+    return replace(
         experiment,
         agent=NoAgent(),
         watchdog_s=0.0,  # silence is no fault
-        trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for who says nothing
+        trainer=replace(experiment.trainer, deterministic=False),  # it would wait for who says nothing
     )

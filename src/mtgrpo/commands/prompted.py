@@ -183,7 +183,6 @@ def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[
 
 
 def _tools(settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The options of the tools, with their settings."""
     found = named(json.loads(settings.get("environment.tools") or "[]"), "environment.tools", "")
     for key, value in settings.items():
         if match := _SETTING.fullmatch(key):

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from shlex import quote
 from typing import Any, cast
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.text import Text
 from mtgrpo.commands.shown_tokens import ShownTokens
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record import reading
-from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, RunRecord, facts, of_set
+from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, facts, of_set
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.writing import page_of
 from mtgrpo.runtime.text import number, printable, shorten
@@ -48,14 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         file = BEFORE if args.before else AFTER
         name = of_set(GREEDY[file] if args.greedy else file, args.set)
     shown_tokens = ShownTokens(run.folder, name) if args.tokens else None
-    source, rows = _conversations(run, shown_tokens.name if shown_tokens else name)
+    path = run.trajectories(shown_tokens.name if shown_tokens else name)
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-    out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
-    if shown_tokens:
-        out.print(shown_tokens.legend(out))
+    out.print(Text(printable(f"{run.folder}, {path.stem}"), "bold"))
     tools: Any = None  # None: not recorded
-    numbered = enumerate(rows)
+    numbered = enumerate(reading.conversations(path))
     if shown_tokens:  # those that were paid for anything first
+        out.print(shown_tokens.legend(out))
         kept = [(line, row) for line, row in numbered if line in shown_tokens]
         numbered = iter(sorted(kept, key=lambda one: not shown_tokens.paid(one[0])))
     wanted = (
@@ -71,12 +69,13 @@ def main(arguments: Sequence[str]) -> int:
         if row["tools"] != tools:
             tools = row["tools"]
             out.print(_offered(tools))
+        out.print(Text(f"{row.get('task')}, sample {row.get('sample')}: {facts(row)}", "bold"))
         for text in shown_tokens.lines(line, row, out) if shown_tokens else _lines(row):
             out.print(text)
-        out.print(Text(page_of(run.folder / "trajectories" / f"{source}.jsonl", line), "dim"))
+        out.print(Text(page_of(path, line), "dim"))
     if not chosen:
         cure = "leave --task, --sample or --failures out"
-        raise ConfigError(f"{source} of {run.folder} has no such conversation; {cure}")
+        raise ConfigError(f"{path.stem} of {run.folder} has no such conversation; {cure}")
     return 0
 
 
@@ -91,21 +90,6 @@ def _of_tasks(rows: Iterator[tuple[int, Json]], count: int) -> list[tuple[int, J
     return [*first.values(), *others][:count]
 
 
-def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
-    """Where they come from, and the conversations."""
-    if not name:
-        newest, rows = run.last_trajectories()
-        if not newest:
-            raise ConfigError(f"{run.folder} has kept no conversations yet")
-        return newest, rows
-    path = run.folder / "trajectories" / f"{name}.jsonl"
-    if not path.is_file():
-        names = sorted(file.stem for file in path.parent.glob("*.jsonl"))
-        kept = f"{', '.join(names[:1] + names[1:][-1:])}; mtgrpo show {quote(str(run.folder))} shows the newest"
-        raise ConfigError(f"{run.folder} has kept no {name}; it has {kept if names else 'none'}")
-    return name, reading.conversations(path)
-
-
 def _offered(tools: Any) -> Text:
     """The tools that the model was told of, as the chat template gets them."""
     listed = cast("list[Any]", tools) if isinstance(tools, list) else []
@@ -115,7 +99,6 @@ def _offered(tools: Any) -> Text:
 
 def _lines(row: Json) -> Iterator[Text]:
     """A conversation; each turn of the policy with its tokens and, where there is one, its reward."""
-    yield Text(f"{row.get('task')}, sample {row.get('sample')}: {facts(row)}", "bold")
     if parts := row.get("components"):
         yield Text("  " + ", ".join(f"{name} {number(value)}" for name, value in parts.items()), "dim")
     messages, turns = row.get("messages", []), row.get("turns", [])

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import open_tokenizer, parted
-from mtgrpo.record.reading import facts, step_of
+from mtgrpo.record.reading import step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import FLAGS, read_tokens, recorded_steps
 from mtgrpo.runtime.text import number, printable
@@ -58,7 +58,6 @@ class ShownTokens:
 
     def lines(self, line: int, row: Json, out: Console) -> Iterator[Text]:
         """A conversation turn by turn: what is new in the context, then what was sampled."""
-        yield Text(f"{row.get('task')}, sample {row.get('sample')}: {facts(row)}", "bold")
         turns, paid = self._record.turns(line) or range(0), row.get("turn_rewards", [])
         for place in range(len(turns)):
             tokens, known, entries = self._record.tokens(turns, place)
@@ -74,7 +73,6 @@ class ShownTokens:
             yield text
 
     def _facts(self, entries: slice) -> str:
-        """What is told of a turn in numbers."""
         arrays, count = self._record.arrays, entries.stop - entries.start
         parts = [f"{count} tokens", f"advantage {number(float(self._advantage[entries].mean()))}" if count else ""]
         if "before" in arrays and count and np.isfinite(apart := arrays["before"][entries].astype(float)).any():

@@ -6,11 +6,9 @@ those that the policy was sent and that it sampled, their log-probabilities, and
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mtgrpo import __version__
 from mtgrpo.commands.inspect_log import inspect_log
-from mtgrpo.errors import ConfigError
 from mtgrpo.messages import filled
 from mtgrpo.record.reading import RunRecord, conversations, find_runs, places_of_turns, read_runs, step_of
 from mtgrpo.record.shapes import Json
@@ -26,11 +24,8 @@ def write_conversations(place: Path, step: int | None, form: str, out: Path, dry
     form: "atif", a file each; "inspect", a log of inspect_ai.
     """
     (run, *_) = read_runs(find_runs([place]))
-    name = run.last_trajectories()[0] if step is None else f"step_{step:06d}"
-    path = run.folder / "trajectories" / f"{name}.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run.folder} has kept no {name or 'conversations'}; choose another --step")
-    rows = list(conversations(path))
+    path = run.trajectories("" if step is None else f"step_{step:06d}")
+    name, rows = path.stem, list(conversations(path))
     if form == "inspect":
         log = inspect_log(run, path, rows)
         written = log["eval"]["created"][:19].replace(":", "-")  # names of logs begin so
@@ -64,7 +59,7 @@ def trajectory(run: RunRecord, name: str, line: int, row: Json, record: TokenRec
             step |= _said(message, len(steps) + 1)
             if (turn := number.get(place)) is not None:
                 step["llm_call_count"] = 1
-                step["metrics"] = _metrics(record, recorded[turn]) if record and turn < len(recorded) else {}
+                step["metrics"] = _metrics(record, recorded, turn) if record and turn < len(recorded) else {}
                 step["metrics"]["completion_tokens"] = turns[turn].get("output_tokens") or 0
         steps.append(step)
     names = ("task", "sample", "status", "reason", "reward", "components", "turn_rewards", "answer", "group")
@@ -85,16 +80,12 @@ def trajectory(run: RunRecord, name: str, line: int, row: Json, record: TokenRec
 def _said(message: Json, step: int) -> Json:
     """What an agent's message has beside its text."""
     calls = [
-        {"tool_call_id": f"call_{step}_{place}", "function_name": str(call.get("name")), "arguments": _object(call)}
+        {"tool_call_id": f"call_{step}_{place}", "function_name": str(call.get("name"))}
+        | {"arguments": given if isinstance(given := call.get("arguments"), dict) else {"arguments": given}}
         for place, call in enumerate(message.get("tool_calls", []))
     ]
     extra = filled(unreadable=message.get("error"))
     return filled(reasoning_content=message.get("reasoning"), tool_calls=calls, extra=extra)
-
-
-def _object(call: Json) -> Any:
-    arguments = call.get("arguments")
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _observe(step: Json, message: Json) -> None:
@@ -105,10 +96,8 @@ def _observe(step: Json, message: Json) -> None:
     results.append({**called, "content": message.get("content", "")})
 
 
-def _metrics(record: TokenRecord, turn: int) -> Json:
-    """The tokens of a turn, with what is known of them."""
-    entries, arrays = slice(int(record.first[turn]), int(record.first[turn + 1])), record.arrays
-    tokens = arrays["forest_token"][record.path(turn)].tolist()
+def _metrics(record: TokenRecord, turns: range, place: int) -> Json:
+    (tokens, _, entries), arrays = record.tokens(turns, place), record.arrays
     sampled = entries.stop - entries.start
     return {
         **{"prompt_tokens": len(tokens) - sampled, "prompt_token_ids": tokens[: len(tokens) - sampled]},

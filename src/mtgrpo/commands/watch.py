@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,14 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     if args.once or not out.is_terminal:
         out.print(screen(folder, progress, out))
         return 0
-    try:
-        with Live(screen(folder, progress, out), console=out, auto_refresh=False) as live:
-            while not progress.ended:
-                time.sleep(_EVERY_S)
-                progress = read_progress(folder, settings)
-                live.update(screen(folder, progress, out), refresh=True)
-    except KeyboardInterrupt:
-        pass
+    with suppress(KeyboardInterrupt), Live(screen(folder, progress, out), console=out, auto_refresh=False) as live:
+        while not progress.ended:
+            time.sleep(_EVERY_S)
+            progress = read_progress(folder, settings)
+            live.update(screen(folder, progress, out), refresh=True)
     return 0
 
 

@@ -60,7 +60,6 @@ class BFCL(Published):
 
     @functools.cached_property
     def _accepted(self) -> dict[str, Any]:
-        """The accepted calls, by the id of the request."""
         files = {self._file(f"possible_answer/{name}"): name for name in self.categories}
         rows = (read() for read in JsonlRows(files).readings())
         return {str(row.get("id")): row.get("ground_truth") for row in rows}

@@ -129,8 +129,9 @@ def command(hyperparameters: Mapping[str, str], hosts: Hosts) -> list[str]:
 def follow(path: Path, over: threading.Event) -> Iterator[str]:
     """The lines that are added to a file from now on, until it is `over`."""
     place = path.stat().st_size if path.exists() else 0
-    while not (last := over.is_set()):
-        over.wait(1.0)
+    last = False
+    while not last:
+        last = over.wait(1.0)
         if path.exists():
             place = min(place, path.stat().st_size)  # a run that goes on takes back what came after its checkpoint
             with path.open("rb") as file:
@@ -140,8 +141,6 @@ def follow(path: Path, over: threading.Event) -> Iterator[str]:
                         break
                     place += len(line)
                     yield line.decode()
-        if last:
-            return
 
 
 def tell(over: threading.Event) -> None:

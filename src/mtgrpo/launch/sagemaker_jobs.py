@@ -15,6 +15,7 @@ from mtgrpo.runtime.text import show
 LOGS = "/aws/sagemaker/TrainingJobs"
 QUOTA = "ResourceLimitExceeded"
 DONE = ("Completed", "Failed", "Stopped")
+_TIMES = {"created": "CreationTime", "training since": "TrainingStartTime", "training until": "TrainingEndTime"}
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
@@ -95,9 +96,6 @@ def status(job: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_TIMES = {"created": "CreationTime", "training since": "TrainingStartTime", "training until": "TrainingEndTime"}
-
-
 def log_lines(logs: Any, name: str) -> Generator[str]:
     """What the machines of a job have printed, as AWS orders it; each line begins with its machine."""
     with aws(f"job {name} has printed nothing yet, or its log cannot be read"):
@@ -113,7 +111,8 @@ def fetch(s3: Any, job: Mapping[str, Any], out: Path) -> str:
     fetched = list[str]()
     with put_whole(out) as partial, aws(f"what {job['TrainingJobName']} left cannot be read"):
         partial.mkdir()
-        if _download(s3, f"{job['CheckpointConfig']['S3Uri']}/run/", partial / "run"):
+        _download(s3, f"{job['CheckpointConfig']['S3Uri']}/run/", partial / "run")
+        if (partial / "run").exists():
             fetched.append(f"its run: {out}/run (mtgrpo view {out}/run)")
         artifacts = (job.get("ModelArtifacts") or {}).get("S3ModelArtifacts", "")
         if artifacts and job["TrainingJobStatus"] in DONE:
@@ -132,15 +131,12 @@ def fetch(s3: Any, job: Mapping[str, Any], out: Path) -> str:
     return "\n".join(fetched)
 
 
-def _download(s3: Any, uri: str, folder: Path) -> int:
-    """Put what lies under `uri` into `folder`; how many files these are. Keys that lead out of it are left out."""
+def _download(s3: Any, uri: str, folder: Path) -> None:
+    """Put what lies under `uri`, if anything, into `folder`. Keys that lead out of it are left out."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    count = 0
     for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
         for entry in page.get("Contents", ()):
             path = folder / entry["Key"].removeprefix(prefix)
             if path.resolve().is_relative_to(folder.resolve()) and not entry["Key"].endswith("/"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 s3.download_file(bucket, entry["Key"], str(path))
-                count += 1
-    return count

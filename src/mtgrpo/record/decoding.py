@@ -19,13 +19,12 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     if not found:
         raise ConfigError(f"{folder} has no checkpoint yet, and so no tokenizer that could show its tokens")
     path = max(found, key=lambda path: step_of(path.parent.name))
+    content = read_bounded(path, _MOST_BYTES)
     try:
-        return Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES))
-    except ConfigError:
+        return Tokenizer.from_buffer(content)
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # the library raises nothing narrower, and some of it above Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise ConfigError(f"{path} is no tokenizer: {error}") from error
 
 

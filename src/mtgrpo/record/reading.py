@@ -4,13 +4,16 @@ A model or a stranger may have written it. So all of it comes in the shapes of `
 writes: texts are printable, numbers finite. Whoever writes it into a page escapes it once more.
 """
 
+import functools
 import json
 import os
-from collections import defaultdict
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError, beside
@@ -22,9 +25,18 @@ from mtgrpo.types import is_success
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 GREEDY = {BEFORE: "greedy_before", AFTER: "greedy_after"}  # and of the greedy ones beside them
+LOCK = ".lock"  # in the folder of a run from its beginning
+_FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 _POINTS = 2000  # rows of metrics that are kept
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
+# The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rb'\{"task": (%b), "sample": \d+, "status": ("\w+"), "reason": %b, "reward": (-?[\d.e+-]+|null), "answer": (%b)'
+    % (_TEXT, _TEXT, _TEXT)
+)
+Head = tuple[str, str, float | None, str]  # of a conversation: task, status, reward, the task's answer
 
 
 def of_set(file: str, name: str) -> str:
@@ -70,28 +82,35 @@ class RunRecord:
         """Whether it is a success; see `is_success`."""
         return is_success(trajectory.get("status", ""), trajectory.get("reward") or 0.0, self.success_at)
 
-    def outcomes(self, name: str) -> dict[str, list[float]] | None:
-        """Task, answer -> 1.0 or 0.0 for each sample, of the evaluation `name`; None where it left no trajectories."""
-        path = self.folder / "trajectories" / f"{name}.jsonl"
+    def outcomes(self, name: str) -> dict[str, list[float]]:
+        """Task, answer -> 1.0 or 0.0 for each sample, of the evaluation `name`; {} where it left no trajectories."""
+        outcomes: dict[str, list[float]] = {}
+        for task, status, reward, answer in heads(self._place / f"{name}.jsonl"):
+            if status != "failed":
+                of_task = outcomes.setdefault(f"{task} {answer}", [])  # its name alone is that of others too
+                of_task.append(float(is_success(status, reward or 0.0, self.success_at)))
+        return outcomes
+
+    @property
+    def newest(self) -> str:
+        """The name of the newest file of conversations: of the evaluation after training, else of a step; "" = none."""
+        steps = (path.stem for path in self._place.glob("step_*.jsonl"))
+        return AFTER if (self._place / f"{AFTER}.jsonl").is_file() else max(steps, default="")
+
+    def trajectories(self, name: str) -> Path:
+        """The file of conversations of this name; "": the newest. Raises ConfigError where there is none."""
+        if not (name := name or self.newest):
+            raise ConfigError(f"{self.folder} has kept no conversations yet")
+        path = self._place / f"{name}.jsonl"
         if not path.is_file():
-            return None
-        outcomes: dict[str, list[float]] = defaultdict(list)
-        for trajectory in conversations(path):
-            if trajectory.get("status") != "failed":
-                key = f"{trajectory.get('task')} {trajectory.get('answer')}"  # its name alone is that of others too
-                outcomes[key].append(float(self.succeeded(trajectory)))
-        return dict(outcomes) or None
+            names = sorted(file.stem for file in self._place.glob("*.jsonl"))
+            kept = f"{', '.join(names[:1] + names[1:][-1:])}; mtgrpo show {quote(str(self.folder))} shows the newest"
+            raise ConfigError(f"{self.folder} has kept no {name}; it has {kept if names else 'none'}")
+        return path
 
-    def last_trajectories(self) -> tuple[str, Iterator[Json]]:
-        """The newest conversations, and the name of their file: of the evaluation after training, else of a step."""
-        place = self.folder / "trajectories"
-        steps = (path.stem for path in place.glob("step_*.jsonl"))
-        name = AFTER if (place / f"{AFTER}.jsonl").is_file() else max(steps, default="")
-        return name, conversations(place / f"{name}.jsonl")
-
-
-LOCK = ".lock"  # in the folder of a run from its beginning
-_FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
+    @property
+    def _place(self) -> Path:
+        return self.folder / "trajectories"
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -101,9 +120,9 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for place in places or [last_written(*_FILES).parent]:
-        found = (path for path in place.glob("*") if _is_run(path)) if place.is_dir() else ()
-        inside = sorted(found, key=lambda path: (count(path.name), path.name))
-        if not (_is_run(place) or inside):
+        inside = sorted(filter(_is_run, place.glob("*")), key=lambda path: (count(path.name), path.name))
+        found = [place] if _is_run(place) else inside
+        if not found:
             if (place / LOCK).exists():
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
@@ -111,7 +130,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
             raise ConfigError(
                 f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest or beside(place)}"
             )
-        runs += [place] if _is_run(place) else inside
+        runs += found
     return list(dict.fromkeys(path.resolve() for path in runs))
 
 
@@ -183,6 +202,23 @@ def conversations(path: Path) -> Iterator[Json]:
         if (row := parse_row(line.text, TRAJECTORY)) is not None:
             last = {name: row.get(name, last[name]) for name in last}
             yield row | last
+
+
+def heads(path: Path) -> Sequence[Head]:
+    """What a file of trajectories has on each line; one that cannot be read stands there as failed."""
+    return _heads(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _heads(path: Path, _time: int, _size: int) -> Sequence[Head]:
+    found: list[Head] = []
+    for line in read_lines(path):
+        match = _HEAD.match(line.text)
+        text = b'{"task": %b, "status": %b, "reward": %b, "answer": %b}' % match.groups() if match else line.text
+        row = parse_row(text, TRAJECTORY) or {"status": "failed"}
+        answer = sys.intern(str(row.get("answer")))  # that of all siblings, and may be long
+        found.append((str(row.get("task")), str(row.get("status")), row.get("reward"), answer))
+    return tuple(found)
 
 
 def count(text: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts.extension import explained
+from mtgrpo.record.reading import step_of
 from mtgrpo.record.settings import TokenSettings
 from mtgrpo.runtime.files import put_whole
 from mtgrpo.runtime.resources import check_disk
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FLAGS = ("clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained")  # by bit, from the lowest
 DIFFERENCES = ("before", "last", "after", "reference")  # log-probabilities, stored as what they are above `behaviour`
 _HALF = ("entropy", "value", *DIFFERENCES)  # stored as float16, which is exact enough for what is small
+_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
+_NEEDED = ("forest_token", "version", "flags", "behaviour", "weight", "turn_parent", "whole")
 _MOST = float(np.finfo(np.float16).max)
 _MOST_BYTES = 1 << 30  # of the arrays of a file that is read
 _SPARE = 1 << 28  # bytes that a disk must have left beside the record
@@ -60,7 +62,7 @@ class TokenRecorder:
             with put_whole(self._folder / f"step_{step:06d}.npz", durable=False) as partial:
                 write_arrays(partial, arrays)
             for path in self._folder.glob("step_*.npz"):
-                if (older := path.stem[5:]).isdecimal() and not self._settings.keeps(int(older), step):
+                if (older := step_of(path.stem)) and not self._settings.keeps(older, step):
                     path.unlink()
         except Exception as error:
             self._settings = TokenSettings(last=0, every=0)
@@ -181,11 +183,6 @@ def read_tokens(folder: Path, step: int) -> TokenRecord | None:
         raise ConfigError(f"{path} is no record of tokens: {error}") from error
 
 
-_NEEDED = ("version", "flags", "behaviour", "weight", "turn_parent", "whole")
-
-_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
-
-
 def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
     """Raises ValueError, or KeyError, for arrays that do not fit one another."""
     end, counts, line = arrays["forest_subtree_end"], arrays["turn_tokens"], arrays["line"]
@@ -195,7 +192,7 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
         kinds = "iu" if name in _WHOLE_NUMBERS else "iuf"
         if array.shape != (lengths.get(name.partition("_")[0], len(node)),) or array.dtype.kind not in kinds:
             raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
-    if missing := [name for name in (*_NEEDED, "forest_token") if name not in arrays]:
+    if missing := [name for name in _NEEDED if name not in arrays]:
         raise ValueError(f"it has no {missing[0]}")
     if (counts < 0).any() or counts.sum(dtype=np.int64) != len(node) or (np.diff(trajectory) < 0).any():
         raise ValueError("its turns do not have as many tokens as there are")
@@ -208,8 +205,4 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
 
 def recorded_steps(folder: Path) -> list[int]:
     """The steps whose tokens a run has kept, in order."""
-    steps: list[int] = []
-    for path in (folder / "tokens").glob("step_*.npz"):
-        with suppress(ValueError):
-            steps.append(int(path.stem[5:]))
-    return sorted(steps)
+    return sorted(filter(None, (step_of(path.stem) for path in (folder / "tokens").glob("step_*.npz"))))

@@ -139,7 +139,6 @@ def _moment(at: float, zero_s: float) -> float:
 
 
 def _times(trajectory: Trajectory, zero_s: float) -> dict[str, float]:
-    """When it began, and for how long it waited."""
     times = {name: round(took, 4) for name in _WAITS if (took := getattr(trajectory, name))}
     return {"began_s": _moment(trajectory.began_s, zero_s), **times} if trajectory.began_s else times
 

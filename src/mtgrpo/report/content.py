@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe, recipes
 from mtgrpo.evaluation.statistics import INTERVALS, Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, flat, of_set, places_of_turns
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, conversations, count, flat, of_set, places_of_turns, step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
@@ -94,7 +94,7 @@ def measurements(run: RunRecord) -> list[Measurement]:
     shown.sort(key=lambda name: (name.rpartition("/")[0], not name.endswith("success"), name))
     measured: list[Measurement] = []
     for name, metrics in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
-        before, after = (run.outcomes(of_set(file, name)) or {} for file in (BEFORE, AFTER))
+        before, after = (run.outcomes(of_set(file, name)) for file in (BEFORE, AFTER))
         measured += [_measurement(run, metric, before, after) for metric in metrics]
     return measured
 
@@ -196,16 +196,15 @@ def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 def examples(run: RunRecord) -> tuple[str, list[Example]]:
     """Where they come from, and some conversations: successes, then others, each of another task."""
-    name, rows = run.last_trajectories()
     chosen: dict[bool, dict[str, Example]] = {True: {}, False: {}}
-    for row in rows:
+    for row in conversations(run.trajectories(run.newest)) if run.newest else ():
         success, task = run.succeeded(row), str(row.get("task"))
         if len(chosen[success]) < _EXAMPLES and task not in chosen[success]:
             chosen[success][task] = _example(row, success)
         if all(len(of_kind) == _EXAMPLES for of_kind in chosen.values()):
             break
-    step = name.rpartition("_")[2]
-    source = f"step {count(step):,} of training" if step.isdecimal() else "the evaluation after training"
+    step = step_of(run.newest)
+    source = f"step {step:,} of training" if step else "the evaluation after training"
     return source, [*chosen[True].values(), *chosen[False].values()]
 
 
@@ -230,9 +229,9 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
 def against_first(runs: Sequence[RunRecord]) -> list[str]:
     """What the others differ from the first run in, task by task, where both were measured on the same tasks."""
     lines: list[str] = []
-    first = (runs[0].outcomes(AFTER) or {}) if len(runs) > 1 else {}
+    first = runs[0].outcomes(AFTER)
     for run in runs[1:]:
-        other = run.outcomes(AFTER) or {}
+        other = run.outcomes(AFTER)
         if comparison := compare_by_task(first, other):
             shared = len(first.keys() & other.keys())
             lines.append(f"{run.name} against {runs[0].name}, success on {shared} tasks: {comparison}")

@@ -10,7 +10,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.parts import Part, Parts, RunContext, built, extension, named
 from mtgrpo.parts.extension import misgiven
 from mtgrpo.runtime.isolation import run_isolated
-from mtgrpo.runtime.workers import Workers, open_workers, together
+from mtgrpo.runtime.workers import Workers, together
 from mtgrpo.types import Task, Trajectory
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
             yield running
             return
         running = copy.copy(running)
-        with open_workers() as running._workers:  # pyright: ignore[reportPrivateUsage]
+        with closing(Workers()) as running._workers:  # pyright: ignore[reportPrivateUsage]
             yield running
 
 

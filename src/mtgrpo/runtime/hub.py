@@ -1,12 +1,11 @@
 """The Hugging Face hub: whether it is asked, and whether it answers."""
 
-import contextlib
 import functools
 import os
 import re
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mtgrpo.errors import ConfigError, UnreachableError
@@ -41,7 +40,7 @@ def _try() -> None:
     answered = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, OSError):
+        with suppress(httpx.HTTPError, httpx.InvalidURL, OSError):
             httpx.head(constants.ENDPOINT, timeout=PATIENCE_S)
             answered.set()
 

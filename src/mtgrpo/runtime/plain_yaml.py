@@ -29,14 +29,12 @@ class _PlainSafeLoader(_Parser):  # pyright: ignore[reportUntypedBaseClass]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Called for every mapping."""
         keys = [(key.tag, str(key.value)) for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise ConstructorError(None, None, "a key stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: Any) -> Any:
-        """Called for every text and number."""
         if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
             raise ConstructorError(None, None, f"a number of {len(node.value)} digits", node.start_mark)
         return super().construct_scalar(node)

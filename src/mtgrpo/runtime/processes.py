@@ -1,7 +1,6 @@
 """Programs that run beside this process: started in sessions of their own, watched, and ended with their children."""
 
 import asyncio
-import contextlib
 import ctypes
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 import threading
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -48,7 +47,7 @@ class ProcessTree:
         """End it, and return when all of it is gone: by SIGTERM, and where that takes too long by SIGKILL."""
         if self._supervised:
             self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._grace_s + 2 * reaper.KILLED_S):
                     await self._process.communicate()
         self._signal(signal.SIGKILL)
@@ -56,7 +55,7 @@ class ProcessTree:
 
     def _signal(self, number: int) -> None:
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
 

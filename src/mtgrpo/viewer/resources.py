@@ -10,10 +10,8 @@ names, runs                   the runs, and what a list tells of each
 """
 
 import functools
-import json
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ from mtgrpo.record.reading import (
     GREEDY,
     RunRecord,
     count,
+    heads,
     parse_row,
     places_of_turns,
     read_runs,
@@ -36,20 +35,14 @@ from mtgrpo.record.reading import (
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
-from mtgrpo.runtime.text import is_number, printable
-from mtgrpo.types import EVALUATION, LEARNING, is_success
+from mtgrpo.runtime.text import is_number
+from mtgrpo.types import EVALUATION, LEARNING
 from mtgrpo.viewer.tokens import forest, of_conversation, of_lines
 
 _FILE = re.compile(r"[\w-]{1,80}")
 _SHORT = 160  # characters of a message in a list
 _POINTS = 60  # of a curve in the list of runs
 _LANES = 256  # of a timeline
-# The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
-_TEXT = rb'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(
-    rb'\{"task": (%b), "sample": \d+, "status": ("\w+"), "reason": %b, "reward": (-?[\d.e+-]+|null), "answer": (%b)'
-    % (_TEXT, _TEXT, _TEXT)
-)
 Stamp = tuple[tuple[int, int], ...]  # sizes and times of files
 
 
@@ -119,14 +112,13 @@ class Runs:
         learning, settings = run.metrics.stage(LEARNING), run.settings
         rewards = [row["reward/mean"] for row in learning if is_number(row.get("reward/mean"))]
         thin = max(1, -(-len(rewards) // _POINTS))
-        success = {when: _success(run, when) for when in (BEFORE, AFTER)}
         warnings = [note for note in run.notes if note.startswith("step ")]
         return {
             **{"name": self._names[number], "recipe": settings.get("recipe", ""), "task": settings.get("task", "")},
             **{"algorithm": settings.get("algorithm", ""), "model": settings.get("model.name", "")},
             **{"step": learning[-1].get("step", 0) if learning else 0, "ended": bool(run.summary)},
             **{"steps": count(settings.get("trainer.steps", "")), "rewards": rewards[::thin]},
-            **{"before": success[BEFORE], "after": success[AFTER], "success": _meaning(run)},
+            **{"before": _success(run, BEFORE), "after": _success(run, AFTER), "success": _meaning(run)},
             **{"notes": len(run.notes), "warnings": len(warnings), "newest": [*run.notes, *warnings][-1:]},
             "written": max((time for time, _ in _stamp(run.folder)), default=0) / 1e9,
         }
@@ -165,11 +157,7 @@ def _run(folder: Path, _stamp: Stamp) -> RunRecord:
 
 def _success(run: RunRecord, name: str) -> list[float] | None:
     """Held-out success with its interval, as a report has them."""
-    outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for task, status, reward, answer in heads(run.folder / "trajectories" / f"{name}.jsonl"):
-        if status != "failed":
-            outcomes[task, answer].append(float(is_success(status, reward or 0.0, run.success_at)))
-    if not outcomes:
+    if not (outcomes := run.outcomes(name)):
         return None
     found = mean_over_tasks(list(outcomes.values()), INTERVALS.get(run.settings.get("eval.interval", ""), wilson))
     return [found.mean, found.low, found.high]
@@ -196,27 +184,6 @@ def _index(folder: Path) -> Json:
         failed = [line for line, (_, status, *_) in enumerate(found) if status == "failed"]
         files.append({"name": path.stem, "tasks": numbers, "rewards": rewards, "failed": failed})
     return {"tasks": list(tasks), "files": files, "recorded": recorded_steps(folder)}
-
-
-def heads(path: Path) -> Sequence[tuple[str, str, float | None, str]]:
-    """Task, status, reward and the task's answer of each conversation of a file."""
-    return _heads(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
-
-
-@functools.lru_cache(maxsize=4096)
-def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float | None, str]]:
-    found: list[tuple[str, str, float | None, str]] = []
-    for line in read_lines(path):
-        if match := _HEAD.match(line.text):
-            found_in_head = map(json.loads, match.groups())
-            row: Json = dict(zip(("task", "status", "reward", "answer"), found_in_head, strict=True))
-        else:
-            row = parse_row(line.text, TRAJECTORY) or {}
-        reward = row.get("reward")
-        value = float(reward) if is_number(reward) else None
-        answer = sys.intern(str(row.get("answer")))  # that of all siblings, and may be long
-        found.append((printable(str(row.get("task"))), str(row.get("status")), value, answer))
-    return tuple(found)
 
 
 def listed(path: Path) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:

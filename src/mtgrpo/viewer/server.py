@@ -4,7 +4,7 @@ import asyncio
 import errno
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -55,9 +55,10 @@ def application(runs: Runs, hosts: frozenset[str], secret: str) -> web.Applicati
         return web.Response(body=static[name], content_type=_TYPES[Path(name).suffix], charset="utf-8")
 
     async def resource(request: web.Request) -> web.Response:
-        content = await asyncio.to_thread(_read, runs, request.match_info["name"])
-        if content is None:
+        found = await asyncio.to_thread(runs.read, request.match_info["name"])
+        if found is None:
             raise web.HTTPNotFound
+        content = await asyncio.to_thread(strict_json, found)
         answer = web.Response(body=content, content_type="application/json", charset="utf-8")
         answer.enable_compression()
         return answer
@@ -92,43 +93,32 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.Response(status=422, text=f"{error}\n")
 
 
-def _read(runs: Runs, name: str) -> bytes | None:
-    found = runs.read(name)
-    return None if found is None else strict_json(found)
-
-
 async def serve(runs: Runs, host: str, port: int, screen: str) -> None:
     """Serve until cancelled; the address that is printed opens `screen`. Raises ConfigError where it is taken."""
-    runner: web.AppRunner | None = None
-    secret = "" if host in LOOPBACK else secrets.token_urlsafe(24)
-    try:
-        for chosen in [port] if port else [*range(8765, 8785), 0]:
-            names = LOOPBACK if host in LOOPBACK else (host,)
-            hosts = frozenset(f"[{name}]:{chosen}" if ":" in name else f"{name}:{chosen}" for name in names)
-            runner = web.AppRunner(application(runs, hosts, secret), access_log=None)
+    names, secret = (LOOPBACK, "") if host in LOOPBACK else ((host,), secrets.token_urlsafe(24))
+    for chosen in [port] if port else [*range(8765, 8785), 0]:
+        hosts = frozenset(f"[{name}]:{chosen}" if ":" in name else f"{name}:{chosen}" for name in names)
+        runner = web.AppRunner(application(runs, hosts, secret), access_log=None)
+        try:
             await runner.setup()
-            try:
-                await web.TCPSite(runner, host, chosen).start()
-            except OSError as error:
-                await runner.cleanup()
-                if port or error.errno != errno.EADDRINUSE:
-                    raise ConfigError(f"cannot listen on {host}:{chosen}: {error.strerror}; choose --port") from error
-                continue
+            await web.TCPSite(runner, host, chosen).start()
+        except OSError as error:
+            if port or error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"cannot listen on {host}:{chosen}: {error.strerror}; choose --port") from error
+        else:
             name = f"[{host}]" if ":" in host else host
             fragment = (f"secret={secret}" if secret else "") + screen
             show(f"open http://{name}:{chosen}/{'#' * bool(fragment)}{fragment}   (Ctrl-C ends it)")
             await asyncio.Event().wait()
-    finally:
-        if runner is not None:
+        finally:
             await runner.cleanup()
 
 
 def write_out(runs: Runs, folder: Path) -> int:
     """Write the page and all that it may ask for as files, the resources of a step in one; returns their number."""
-    written: Mapping[str, bytes] = static_files()
-    page = written["index.html"].decode()
+    written = static_files()
     meta = f'<meta name="files"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    written = {**written, "index.html": page.replace("<head>", f"<head>\n{meta}", 1).encode()}
+    written["index.html"] = written["index.html"].replace(b"<head>", f"<head>\n{meta}".encode(), 1)
     for name, content in written.items():
         write_whole(folder / name, content, durable=False)
     count = len(written)

@@ -23,8 +23,7 @@ _MOST_RUNS = 20_000  # of a forest
 def of_conversation(folder: Path, step: int, line: int) -> Json | None:
     """Turn by turn what was new in the context, and the sampled tokens with all that is known of them."""
     record = _read(folder, step)
-    turns = record.turns(line) if record else None
-    if record is None or turns is None:
+    if record is None or (turns := record.turns(line)) is None:
         return None
     tokenizer, arrays = _tokenizer(folder), record.arrays
     found: list[Json] = []
@@ -111,10 +110,9 @@ def numbers(values: NDArray[Any], digits: int = 6) -> list[float | int | None]:
     """For JSON, which has no NaN."""
     if values.dtype.kind in "iu":
         return values.tolist()
-    rounded = values.astype(np.float64).round(digits)
-    return [
-        value if known else None for value, known in zip(rounded.tolist(), np.isfinite(rounded).tolist(), strict=True)
-    ]
+    found = values.astype(np.float64).round(digits).astype(object)
+    found[~np.isfinite(values)] = None
+    return found.tolist()
 
 
 def _read(folder: Path, step: int) -> TokenRecord | None:
