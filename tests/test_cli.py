@@ -597,6 +597,20 @@ def test_what_a_reward_of_ones_own_cannot_grade_is_no_mistake_of_it(run: Run, pl
     assert run("train", *ROWS, "reward=own.py:Paid", "--dry-run")[0] == 0
 
 
+def test_a_dry_run_says_what_differs_from_what_was_meant(run: Run, place: Path, no_model: None) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "tool", "arguments": {"number": 1}}]}
+    said = [{"role": "user", "content": "1?"}, call, {"role": "tool", "content": "one"}]
+    row = {"messages": [*said, {"role": "assistant", "content": "1"}]}
+    Path("shown.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    tool = "def tool(number: int) -> str:\n    'Says it.'\n    return str(number)\n\n\n"
+    Path("own.py").write_text(tool + OWN_REWARD.replace("GRADE", "1.0") + "\n    success_at: float = 0.5\n")
+    words = ["sft.demonstrations=shown.jsonl", "environment.tools=[own.py:tool]", "reward=[numeric,own.py:Paid]"]
+    code, _, err = run("train", "recipe=calculator_from_scratch", "sft.steps=1", *words, "--dry-run")
+    assert code == 0, err
+    assert "has 'one' where the tool tool answers '1'" in err
+    assert "success_at=0.5 of Paid has no effect beside other rewards" in err and "Numeric" not in err
+
+
 def test_what_only_a_run_can_try_is_said_to_be_untried(run: Run, place: Path, own: str, no_model: None) -> None:
     Path("kept.py").write_text("from mtgrpo.log.jsonl import Jsonl\n\n\nclass Kept(Jsonl):\n    pass\n")
     tool = [f"environment.tools=[{own}:increment]", "sft.steps=0"]

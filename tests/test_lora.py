@@ -251,7 +251,9 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_above_every_matrix_is_refused(bases: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank=100000 is above \d+, the longest side of a matrix; try 16"):
+    with pytest.raises(
+        ConfigError, match=r"model\.lora\.rank=100000 is above \d+, the longest side of a matrix; try 16"
+    ):
         load(bases["qwen3"], rank=100_000)
 
 

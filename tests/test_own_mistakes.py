@@ -304,6 +304,16 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "def tool(number: int) -> str:\n    'Says it.'\n    return number['x']  # here\n",
         "the tool tool failed: TypeError: 'int' object is not subscriptable",
     ),
+    "a tool that gives nothing": (
+        "sft.demonstrations=calls.jsonl sft.steps=1 environment.tools=[own.py:tool]",
+        "def tool(number: int) -> str:  # here\n    'Says it.'\n    str(number)\n",
+        "tool gave None; give what the model reads",
+    ),
+    "a baseline of one return": (
+        ALGORITHM,
+        algorithm(baseline="    def baseline(self, returns, group):  # here\n        return Baseline(returns[:1])\n"),
+        "give a Baseline",
+    ),
     "a demonstration that begins with the question": (
         f"{TASK} sft.steps=1",
         of_class(

@@ -21,7 +21,7 @@ from chromium import AXE, SERIOUS, Page, chromium
 from mtgrpo.commands.view import main
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import parted
-from mtgrpo.record.reading import read_runs
+from mtgrpo.record.reading import heads, read_runs
 from mtgrpo.record.tokens import read_tokens
 from mtgrpo.record.writing import page_of
 from mtgrpo.report import content
@@ -50,6 +50,17 @@ SCREENS += ["/r/0/step_000001/timeline", "/r/0/task/sums%2F0", "/r/0/step_000002
 
 
 # ---------------------------------------------------------------- what is shown
+
+
+def test_a_line_that_is_no_conversation_stands_as_failed(tmp_path: Path) -> None:
+    lines = [
+        '{"task": "a", "status": "completed", "reward": 1-2, "answer": "1"',
+        '{"task": "b", "status": "completed", ',
+    ]
+    good = '{"task": "c", "status": "completed", "reward": 1.0, "answer": "1", "turns": []}'
+    (tmp_path / "step_000001.jsonl").write_text("\n".join([*lines, good, ""]))
+    found = [(status, reward) for _, status, reward, _ in heads(tmp_path / "step_000001.jsonl")]
+    assert found == [("failed", None), ("failed", None), ("completed", 1.0)]
 
 
 def test_a_conversation_is_shown_as_the_engine_was_sent_it(tmp_path: Path) -> None:

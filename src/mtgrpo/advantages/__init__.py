@@ -93,7 +93,10 @@ def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
 
     pair, group, zeros = torch.arange(2), torch.zeros(2, dtype=torch.long), torch.zeros(4, dtype=torch.float64)
     baseline: Any = algorithm.baseline(pair.double(), group)
-    if not isinstance(baseline, Baseline):
+    right = isinstance(baseline, Baseline) and {
+        torch.as_tensor(part).shape for part in (baseline.centre, baseline.scale)
+    }
+    if not right or not right <= {pair.shape, torch.Size()}:
         raise misgiven(algorithm.baseline, baseline, "give a Baseline of the centre and the scale of each return")
     turn = pair.repeat_interleave(2)
     rewards = Rewards(pair.double(), group, group == 0, zeros[:2], pair, group, group, zeros, turn)

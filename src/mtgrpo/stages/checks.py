@@ -51,6 +51,10 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
     if begun:
         _refuse_other_training(experiment, begun)
     notes: list[str] = []
+    for part in experiment.reward.parts:
+        if not is_ours(part) and part.success_at not in (1, experiment.reward.success_at):
+            own = f"success_at={part.success_at:g} of {type(part).__name__} has no effect beside other rewards"
+            notes.append(f"{own}: success is a sum of reward.success_at={experiment.reward.success_at:g}")
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
     for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
         with _hubs(spared, notes):

@@ -133,7 +133,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     shown = (
         (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
-    refusals, taken = list[str](), False
+    told, taken = list[str](), False
     for task, messages in islice(shown, FEW):
         try:
             async with asyncio.timeout(LONGEST_S):
@@ -142,22 +142,26 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 taken = taken or takes
                 if why and not taken:
                     raise ConfigError(f"{why}; correct it")
-                refusals += [why] if why else []
+                told += [why] if why else []
                 if not experiment.agent.active:
-                    await _play(experiment, task, messages, chat)
+                    told += await _play(experiment, task, messages, chat)
         except ConfigError:
             raise
         except Exception as error:
             failed = isinstance(error, OutageError)  # a tool has
-            if not extension.of_own_code(error) or (failed and not isinstance(error.__cause__, MISTAKES)):
+            cause = error.__cause__ if failed and error.__cause__ else error
+            if not extension.of_own_code(cause) or (failed and not isinstance(cause, MISTAKES)):
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
             raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
-    return notes + refusals[:1]
+    return notes + told[:1]
 
 
-async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat) -> None:
-    """Let the environment answer what is demonstrated, and the reward grade that. Raises ConfigError for the latter."""
+async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat) -> list[str]:
+    """Let the environment answer what is demonstrated, and the reward grade that. Raises ConfigError for the latter.
+
+    Returns what to say where a tool answers otherwise than the demonstration has it.
+    """
     said = [message for message in messages if message.role == "assistant" and message.name != SUMMARY]
     world: Any = experiment.environment
     world = replace(world, max_turns=len(said), **({"call_retries": 0} if isinstance(world, ToolUse) else {}))
@@ -166,8 +170,16 @@ async def _play(experiment: Experiment, task: Task, messages: Sequence[Message],
         return written(said.pop(0), chat)
 
     played = await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED))
-    if experiment.reward.works_unopened and not all_ours(experiment.reward):
+    graded = not experiment.sft.demonstrations  # whose rows may lack what a reward needs
+    if graded and experiment.reward.works_unopened and not all_ours(experiment.reward):
         await _grade(experiment.reward, "the demonstration", played)
+    own_answers = [message for turn in played.turns for message in turn.observations]
+    answers = [[one for one in some if one.role == "tool"] for some in (messages, own_answers)]
+    other = next(((one, own) for one, own in zip(*answers, strict=False) if one.content != own.content), None)
+    if not other:
+        return []
+    shown, own = (f"{message.content!r:.100}" for message in other)
+    return [f"the demonstration of task {task.id} has {shown} where the tool {other[1].name} answers {own}"]
 
 
 async def _grade(reward: Reward, what: str, played: Trajectory) -> None:

@@ -20,7 +20,7 @@ from mtgrpo.tasks.rows import NOTED_ROWS, Columns, JsonlRows, Row, Rows, stream_
 from mtgrpo.types import Task
 
 T = TypeVar("T")
-RARE = 0.05  # of rows: a column that no more of them lack is one they should have
+RARE = 0.25  # of rows: a column that no more of them lack is one they should have
 CHECKED_BYTES = 100_000_000  # files of less in all are checked whole at the start
 
 

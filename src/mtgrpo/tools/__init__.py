@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part, built, extension, named
+from mtgrpo.parts.extension import misgiven
 from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.tools import schema
 from mtgrpo.tools.schema import ToolError as ToolError
@@ -62,7 +63,10 @@ class Tool(Part):
         work = functools.partial(target, **self._settings, **schema.from_json(arguments, target))
         asynchronous = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
         answer = await run_in_thread(work) if self.blocking and not asynchronous else work()
-        return await answer if inspect.isawaitable(answer) else answer
+        answer = await answer if inspect.isawaitable(answer) else answer
+        if answer is None and inspect.signature(target).return_annotation not in (None, "None"):
+            raise misgiven(self._function or cast(Any, self).__call__, None, "give what the model reads, if only ''")
+        return answer
 
     def repeatable(self, name: str) -> bool:
         """Whether a call of the tool `name` that failed may be made again."""
