@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.algorithms import Algorithm, Baseline, PerToken
-from mtgrpo.condensers import Condenser
+from mtgrpo.condensers import Condenser, messages_of
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.log import Sink
 from mtgrpo.rewards import Reward
 from mtgrpo.tasks import IndexedStream, TaskSource
 from mtgrpo.tools import Tool
-from mtgrpo.types import Message, Task
+from mtgrpo.types import Message, Task, ToolCall
 
 
 """
@@ -54,12 +55,22 @@ ENVIRONMENT, REWARD, ALGORITHM = "environment=own.py:Own", "reward=own.py:Own", 
 CONDENSER = "condenser=own.py:Own condenser.when=every_turn environment=world.py:Own"
 ADVANTAGE, TASK = "advantage=own.py:Own", "task=own.py:Own"
 TOOL = "environment.tools=[own.py:tool]"
-CALLS = (
-    '{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [{"name": "tool", '
-    '"arguments": {"number": 1}}]}, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]}\n'
-)
 SAID = '{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}\n'
 STEP = "    def stream(self, split, seed, repeat=True):\n        "
+
+CALLING = f"{TASK} {TOOL} sft.steps=1"
+
+
+def calling(body: str, here: str = "") -> str:
+    """A tool with one mistake, and a task whose demonstration calls it."""
+    task = (
+        f"{STEP}return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+        "    def demonstration(self, task, seed):\n        call = ToolCall('tool', {'number': 1})\n"
+        "        said = Message('assistant', tool_calls=(call,)), Message('tool', '1')\n"
+        "        return *said, Message('assistant', '#### 1')\n"
+    )
+    return f"{of_class('TaskSource', task)}\n\ndef tool(number: int) -> str:{here}\n    'Says it.'\n{body}"
+
 
 # What is wrong: the options, the file (the line that is meant ends with `# here`), and what the message says.
 BROKEN: dict[str, tuple[str, str, str]] = {
@@ -300,13 +311,13 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "fails for the demonstration of task calculator/",
     ),
     "a tool that fails at every call": (
-        "sft.demonstrations=calls.jsonl sft.steps=1 environment.tools=[own.py:tool]",
-        "def tool(number: int) -> str:\n    'Says it.'\n    return number['x']  # here\n",
+        CALLING,
+        calling("    return number['x']  # here\n"),
         "the tool tool failed: TypeError: 'int' object is not subscriptable",
     ),
     "a tool that gives nothing": (
-        "sft.demonstrations=calls.jsonl sft.steps=1 environment.tools=[own.py:tool]",
-        "def tool(number: int) -> str:  # here\n    'Says it.'\n    str(number)\n",
+        CALLING,
+        calling("    str(number)\n", here="  # here"),
         "tool gave None; give what the model reads",
     ),
     "a baseline of one return": (
@@ -379,7 +390,6 @@ def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> Non
     Path("own.py").write_text(source)
     Path("world.py").write_text(environment())
     Path("said.jsonl").write_text(SAID * 40)
-    Path("calls.jsonl").write_text(CALLS * 40)
     Path("rows.jsonl").write_text('{"prompt": "1?"}\n' * 40)
     Path("stock.jsonl").write_text('{"prompt": "1?", "stock": "1"}\n')
     (line,) = [number for number, text in enumerate(source.splitlines(), 1) if text.endswith("# here")]
@@ -391,3 +401,61 @@ def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> Non
     assert len(err.splitlines()) <= 2
     if code == 1:
         assert "own.py" in Path("run/traceback.txt").read_text()
+
+
+SENSIBLE = {
+    "a condenser that reads what it asked for": (
+        "condenser=own.py:Own",
+        of_class(
+            "Condenser",
+            "    async def condense(self, conversation):\n        import json\n"
+            "        said = json.loads((await conversation.ask(Message('user', '?'))).content)\n"
+            "        return [*conversation.opening, Message('user', said)]\n",
+        ),
+    ),
+    "a condenser that opens what it asks": (
+        "condenser=own.py:Own",
+        of_class(
+            "Condenser",
+            "    def open(self, context):\n        raise NotImplementedError\n\n"
+            "    async def condense(self, conversation):\n        return self.client.shorter(conversation)\n",
+        ),
+    ),
+    "a tool that may give None": (CALLING, calling("    return None\n").replace("-> str", "-> str | None")),
+    "a tool that is called once": (
+        CALLING,
+        calling("    return number['x']\n\n\ntool.idempotent = False\n"),
+    ),
+    "a tool that is out of reach": (CALLING, calling("    raise ConnectionError('not from here')\n")),
+}
+
+
+@pytest.mark.parametrize("name", SENSIBLE)
+def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path) -> None:
+    words, source = SENSIBLE[name]
+    Path("own.py").write_text(source)
+    code, out, err = run("train", *SMALL, *words.split(), "--dry-run")
+    differs = "mtgrpo: the demonstration of task 0 has '1' where the tool tool answers 'None'\n"
+    assert code == 0 and out.startswith("no fault found") and err == (differs if "None" in name else "")
+    assert ("nor your own tools tried" in out) is ("once" in name)
+
+
+def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "Own", "arguments": {}}]}
+    said = [{"role": "user", "content": "1?"}, call, {"role": "tool", "content": "1"}]
+    Path("said.jsonl").write_text(json.dumps({"messages": [*said, {"role": "assistant", "content": "1"}]}) + "\n")
+    tool = "    async def start(self, task):\n        self.row = task.metadata\n\n"
+    tool += "    def __call__(self) -> str:\n        'What there is.'\n        return self.row['stock']\n"
+    Path("own.py").write_text(of_class("Tool", tool))
+    words = ["sft.demonstrations=said.jsonl", "sft.steps=1", "environment.tools=[own.py:Own]", "--dry-run"]
+    code, _, err = run("train", *SMALL, *words)
+    assert code == 0 and "the tool Own failed: KeyError: 'stock'" in err
+
+
+def test_a_condenser_is_tried_in_three_turns(run: Run, place: Path) -> None:
+    body = "    async def condense(self, conversation):\n        print('steps', len(conversation.steps))\n"
+    Path("own.py").write_text(
+        of_class("Condenser", f"{body}        return messages_of(conversation.opening, conversation.steps)\n")
+    )
+    out = run("train", *SMALL, "condenser=own.py:Own", "--dry-run")[1]
+    assert out.startswith("steps 1\nsteps 2\nsteps 3\nno fault found")

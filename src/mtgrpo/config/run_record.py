@@ -6,7 +6,6 @@ The record may be somebody else's.
 import contextlib
 import fcntl
 import itertools
-import os
 import shutil
 from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
@@ -104,8 +103,6 @@ def found_in(folder: Path, chosen: bool, resumed: bool) -> set[str]:
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{nearest} is a file: name the run's folder otherwise")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{nearest} may not be written to: name the run's folder otherwise")
     held = {path.name for path in folder.iterdir()} - {LOCK} if chosen and folder.is_dir() else set[str]()
     if held and not resumed:
         raise ConfigError(

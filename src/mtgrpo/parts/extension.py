@@ -178,17 +178,21 @@ def load_file(path: Path) -> ModuleType:
 
 
 DIGEST = "sha256:"  # before a digest
-DIGESTED_BYTES = 16_000_000  # of a larger file its beginning and its size
+DIGESTED_BYTES = 4_000_000  # of a larger file its beginning and its size
 digests: dict[str, str] = {}  # of the files of somebody's own that have been read, by their paths
+_stamps: dict[str, tuple[int, int]] = {}  # the time and size that each had then
 
 
 def digest(file: str | Path) -> None:
     """Keep a digest of `file`, by which a run that goes on knows whether it is the same. Raises OSError."""
+    stamp = (status := os.stat(file)).st_mtime_ns, status.st_size
+    if _stamps.get(str(file)) == stamp:
+        return
     with open(file, "rb") as content:
         found = hashlib.sha256(content.read(DIGESTED_BYTES))
-        if rest := os.fstat(content.fileno()).st_size - content.tell():
-            found.update(str(rest).encode())
-    digests[str(file)] = f"{DIGEST}{found.hexdigest()[:12]}"
+    if status.st_size > DIGESTED_BYTES:
+        found.update(str(status.st_size).encode())
+    _stamps[str(file)], digests[str(file)] = stamp, f"{DIGEST}{found.hexdigest()[:12]}"
 
 
 class _FileFinder:

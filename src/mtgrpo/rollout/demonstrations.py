@@ -45,7 +45,7 @@ def refused_calls(example: Trajectory, environment: Environment) -> tuple[str, b
 
 def written(message: Message, chat: Chat) -> Completion:
     """As if `message` had been sampled."""
-    output = chat.encode(message)
+    output = chat.encode(replace(message, name=""))
     return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
 
 
@@ -93,7 +93,7 @@ class _Script(Condenser):
                 "choose another condenser or sft.steps=0"
             )
         self._asks = False
-        return written(replace(message, name=""), self._chat)
+        return written(message, self._chat)
 
     @property
     def name(self) -> str:

@@ -78,7 +78,7 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     folder: of a run that may go on there.
     """
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    plan, own = _planned(command, composed.experiment), untried(composed.experiment)
+    plan, own = _planned(command, composed.experiment), untried(composed.experiment, command in ("train", "sft"))
     notes = composed.experiment.notes if command == "train" else []
     lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
     if command in ("train", "sft") and (found := begun_from(composed.experiment, folder, verify=False)):

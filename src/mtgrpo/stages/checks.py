@@ -26,7 +26,15 @@ from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
-from mtgrpo.stages.trial import is_ours, trained_too, try_condenser, try_demonstrations, try_tasks, unanswered
+from mtgrpo.stages.trial import (
+    is_ours,
+    trained_too,
+    try_condenser,
+    try_demonstrations,
+    try_empty_answer,
+    try_tasks,
+    unanswered,
+)
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
 from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, newest_of, read_checkpoint
@@ -90,6 +98,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
         longest = experiment.environment.max_context_length or experiment.batch.context
         refuse_too_short(experiment, chat, held_out, longest)
         for task in held_out[:1] if not experiment.agent.active else ():
+            _unlooped(try_empty_answer(experiment, task))
             _unlooped(try_condenser(experiment.condenser, task, chat))
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))

@@ -13,11 +13,12 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, When
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment, Opening
+from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OutageError, ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
-from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, written
 from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
@@ -70,7 +71,14 @@ async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
         return
     what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
     await _grade(reward, what, _conversation(task, shown or said))
-    await _grade(reward, "an empty answer", _conversation(task, [Message("assistant", "")]))
+
+
+async def try_empty_answer(experiment: Experiment, task: Task) -> None:
+    """Raise ConfigError where a reward of somebody's own cannot grade an empty answer, where nothing follows one."""
+    ends = type(experiment.environment) in (ToolUse, SingleTurn)
+    if ends and experiment.reward.works_unopened and not all_ours(experiment.reward):
+        async with _left_to_the_run():
+            await _grade(experiment.reward, "an empty answer", _conversation(task, [Message("assistant", "")]))
 
 
 def _suit(experiment: Experiment, world: Environment) -> None:
@@ -134,35 +142,41 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
         (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
     told, taken = list[str](), False
-    for task, messages in islice(shown, FEW):
+    ends_s = asyncio.get_running_loop().time() + LONGEST_S
+    for number, (task, messages) in enumerate(islice(shown, FEW)):
         try:
-            async with asyncio.timeout(LONGEST_S):
+            async with asyncio.timeout_at(ends_s):
                 example = await laid_out(task, messages, environment, chat)
                 why, takes = refused_calls(example, environment)
                 taken = taken or takes
                 if why and not taken:
                     raise ConfigError(f"{why}; correct it")
                 told += [why] if why else []
-                if not experiment.agent.active:
-                    told += await _play(experiment, task, messages, chat)
+                if environment.replayable and not experiment.agent.active:
+                    told += await _play(experiment, task, messages, chat, graded=number == 0)
         except ConfigError:
             raise
         except Exception as error:
             failed = isinstance(error, OutageError)  # a tool has
             cause = error.__cause__ if failed and error.__cause__ else error
-            if not extension.of_own_code(cause) or (failed and not isinstance(cause, MISTAKES)):
+            late = isinstance(error, TimeoutError)
+            if late or not extension.of_own_code(cause) or (failed and not isinstance(cause, MISTAKES)):
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
-            raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
+            if not (failed and experiment.sft.demonstrations):  # whose rows may lack what is for calls alone
+                raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
+            told.append(f"the demonstration of task {task.id}: {why}")
     return notes + told[:1]
 
 
-async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat) -> list[str]:
-    """Let the environment answer what is demonstrated, and the reward grade that. Raises ConfigError for the latter.
+async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat, graded: bool) -> list[str]:
+    """Let the environment answer what is demonstrated, and where it is `graded` a reward of somebody's own grade that.
 
-    Returns what to say where a tool answers otherwise than the demonstration has it.
+    Returns what to say where a tool answers otherwise than the demonstration has it. Raises ConfigError for the reward.
     """
     said = [message for message in messages if message.role == "assistant" and message.name != SUMMARY]
+    if any(call.name == CONDENSE.name for message in said for call in message.tool_calls):
+        return []  # which the condenser answers
     world: Any = experiment.environment
     world = replace(world, max_turns=len(said), **({"call_retries": 0} if isinstance(world, ToolUse) else {}))
 
@@ -170,7 +184,7 @@ async def _play(experiment: Experiment, task: Task, messages: Sequence[Message],
         return written(said.pop(0), chat)
 
     played = await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED))
-    graded = not experiment.sft.demonstrations  # whose rows may lack what a reward needs
+    graded = graded and not experiment.sft.demonstrations  # whose rows may lack what a reward needs
     if graded and experiment.reward.works_unopened and not all_ours(experiment.reward):
         await _grade(experiment.reward, "the demonstration", played)
     own_answers = [message for turn in played.turns for message in turn.observations]
@@ -191,34 +205,39 @@ async def _grade(reward: Reward, what: str, played: Trajectory) -> None:
 
 async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
     """Raise ConfigError where a condenser of somebody's own fails after one of the first turns of `task`."""
-    if is_ours(condenser):
+    if is_ours(condenser) or condenser.opens:
         return
     said = Message("assistant", "Next.")
-    world = Scripted(Opening(task.messages), [Message("user", "Go on."), said] * FEW)
+    left = [said, Message("user", "Go on.")] * FEW + [said]
     always = copy(condenser)
     always.when = When.every_turn
 
     async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        if left[:1] == [said]:
+            del left[0]
         return written(said, chat)
 
     async def attend(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         return [1 / len(spans)] * len(spans)
 
+    world, sampling = Scripted(Opening(task.messages), left), Sampling(max_new_tokens=1)
     try:
         async with asyncio.timeout(LONGEST_S):
-            await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED), always, attend)
+            await run_rollout(task, world, chat, sample, sampling, Limits(UNLIMITED), always, attend)
     except ConfigError:
         raise
     except Exception as error:
-        if extension.of_own_code(error):
+        if isinstance(error, MISTAKES) and extension.of_own_code(error):
             raise ConfigError(f"condenser {condenser.name} fails: {extension.explained(error)}; correct it") from error
 
 
-def untried(experiment: Experiment) -> str:
-    """Says which parts are the user's own code that only a run calls; "" = none."""
+def untried(experiment: Experiment, trains: bool) -> str:
+    """Says which parts are the user's own code that only a run, which `trains` or not, calls; "" = none."""
     environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
     alone = _begins(environment) and not (experiment.task.opens or agent.active)
-    shown = alone and experiment.sft.steps and experiment.demonstrated.demonstrates
+    shown = (
+        alone and trains and environment.replayable and experiment.sft.steps and experiment.demonstrated.demonstrates
+    )
     tried = {
         "environment": is_ours(environment),
         "tools": shown or not any(":" in str(name) for name in getattr(environment, "tools", None) or ()),

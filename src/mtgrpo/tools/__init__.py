@@ -64,7 +64,7 @@ class Tool(Part):
         asynchronous = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
         answer = await run_in_thread(work) if self.blocking and not asynchronous else work()
         answer = await answer if inspect.isawaitable(answer) else answer
-        if answer is None and inspect.signature(target).return_annotation not in (None, "None"):
+        if answer is None and inspect.signature(target).return_annotation in (str, "str"):
             raise misgiven(self._function or cast(Any, self).__call__, None, "give what the model reads, if only ''")
         return answer
 

@@ -100,7 +100,8 @@ def find_steps(checkpoints: Path) -> dict[int, Path]:
 
 def newest_of(run: Path) -> Path | None:
     """The folder of the highest step that a run, or its folder of checkpoints, has, whole or not, if any."""
-    return max((find_steps(run / "checkpoints") or find_steps(run)).items(), default=(0, None))[1]
+    folder = run if run.name == "checkpoints" else run / "checkpoints"
+    return max(find_steps(folder).items(), default=(0, None))[1]
 
 
 def sha256_of(path: Path) -> str:
