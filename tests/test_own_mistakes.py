@@ -421,6 +421,14 @@ SENSIBLE = {
             "    async def condense(self, conversation):\n        return self.client.shorter(conversation)\n",
         ),
     ),
+    "a condenser that adds a word": (
+        "condenser=own.py:Own condenser.max_condensed_tokens=64",
+        of_class(
+            "Condenser",
+            "    async def condense(self, conversation):\n"
+            "        return [*conversation.opening, Message('user', 'What was before is left out. ' * 9)]\n",
+        ),
+    ),
     "a tool that may give None": (CALLING, calling("    return None\n").replace("-> str", "-> str | None")),
     "a tool that is called once": (
         CALLING,

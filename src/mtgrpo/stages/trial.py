@@ -25,6 +25,7 @@ from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
+ROOMY = 100_000  # tokens of a context, far more than what is tried has
 FEW = 3  # demonstrations that are tried
 MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
 LOOKED_AT = 2_000  # training tasks, which may be held out as well
@@ -210,7 +211,7 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
     said = Message("assistant", "Next.")
     left = [said, Message("user", "Go on.")] * FEW + [said]
     always = copy(condenser)
-    always.when = When.every_turn
+    always.when, always.max_condensed_tokens = When.every_turn, 0  # so short a conversation may grow
 
     async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
         if left[:1] == [said]:
@@ -223,7 +224,7 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
     world, sampling = Scripted(Opening(task.messages), left), Sampling(max_new_tokens=1)
     try:
         async with asyncio.timeout(LONGEST_S):
-            await run_rollout(task, world, chat, sample, sampling, Limits(UNLIMITED), always, attend)
+            await run_rollout(task, world, chat, sample, sampling, Limits(ROOMY), always, attend)
     except ConfigError:
         raise
     except Exception as error:
