@@ -100,9 +100,12 @@ def test_an_answer_that_is_too_large_or_too_deep_to_be_spelled_is_an_outage(give
     assert len(reply.outages) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "text"), [(None, "None"), (b"x", "b'x'"), (3, "3"), ([], "[]"), ("\ud800", "\ud800"), ("", "")]
-)
+def test_nothing_where_a_text_is_promised_is_an_outage(own: Any) -> None:
+    (why,) = answered(own, "mischief", lambda: None)[0].outages
+    assert "mischief gave None; give what the model reads" in why
+
+
+@pytest.mark.parametrize(("given", "text"), [(b"x", "b'x'"), (3, "3"), ([], "[]"), ("\ud800", "\ud800"), ("", "")])
 def test_other_answers_are_spelled(given: Any, text: str, own: Any) -> None:
     reply, _ = answered(own, "mischief", lambda: given)
     assert (reply.messages[0].content, reply.outages) == (text, [])

@@ -93,7 +93,7 @@ class _Pool:
 
     def __init__(self, count: int | None) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and signal handlers
-        self._new = partial(ProcessPoolExecutor, count, context, initializer=_begin)
+        self._new = partial(ProcessPoolExecutor, count, context, initializer=_begin, initargs=(NICE,))
         self._executor = self._new()
 
     async def run(self, function: Callable[[A], R], argument: A) -> R:
@@ -114,14 +114,14 @@ class _Pool:
         self._executor.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _begin(nice: int) -> None:
     """In each process: Ctrl-C is left to the one that started it, and the processor to what cannot wait."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not os.environ.keys() & WAITING_SET:  # OpenMP's threads, where a reward imports what has them
         os.environ |= SLEEP
     if hasattr(os, "nice"):  # Unix
-        os.nice(NICE)
+        os.nice(nice)
 
 
 def _terminate(pool: ProcessPoolExecutor) -> None:
