@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,10 @@ def test_a_file_of_another_format_takes_a_line(place: Path, run: Run) -> None:
     (place / "array.jsonl").write_text(json.dumps(rows, indent=1))
     (place / "short.jsonl").write_text(json.dumps(rows))
     (place / "wide.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
-    for name, said in (("array", "is one JSON array"), ("short", "is one JSON array"), ("wide", "text in UTF-16")):
+    (place / "packed.jsonl").write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    array = "is one JSON array"
+    told = {"array": array, "short": array, "wide": "text in UTF-16", "packed": "gunzip -c "}
+    for name, said in told.items():
         code, out, err = run("data", "check", f"{name}.jsonl")
         assert code == 2 and not out and len(err.splitlines()) == 1 and said in err
 

@@ -333,6 +333,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("learning_rate=1e-5", "optimizer.lr"),
         ("data.train_files=good.jsonl", "unknown option"),
         ("kl_coef=0.1", "kl.coef"),
+        ("agent.python.function=own.py:solve", "it is agent.function, of agent=python"),
         ("beta=0.1", "unknown option beta"),
         ("actor_rollout_ref.rollout.n=4", "rollout.group_size"),
         ("-m seed=1,two", "expected an integer"),

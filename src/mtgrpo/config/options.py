@@ -135,6 +135,9 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     weights = {name for name in (key, *known) if name.startswith("reward.") and name.endswith(".weight")}
     if weights == {key}:
         return f"unknown option {key}: several rewards have weights: 'reward=[numeric,format]' reward.format.weight=0.2"
+    group, _, chosen = path.rpartition(".")
+    if group in groups() and hasattr(options(group).get(chosen), last):
+        return f"unknown option {key}: it is {group}.{last}, of {group}={chosen}"
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[2] == last], 3, cutoff=0.0)

@@ -85,7 +85,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             notes += tasks.notes
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
-            notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, experiment.task)
+            notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, tasks)
             _refuse_other_data(tasks, begun.state if begun else {})
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
                 raise ConfigError(

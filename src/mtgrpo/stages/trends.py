@@ -58,6 +58,7 @@ class Trends:
     entropy: float = math.nan  # of the first step
     mismatch: float = math.nan  # nats, the largest yet between trainer and servers
     tool_rate: float = 0.0  # the largest yet
+    success: float = 0.0  # the largest yet
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
     _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
@@ -67,6 +68,10 @@ class Trends:
         if math.isnan(self.entropy):
             self.entropy = entropy
         success = metrics["reward/success"]
+        self.success = max(self.success, success)
+        cure = f"choose {_more_variance(success)}"
+        if success < self.success / 2:
+            cure = f"success was {self.success:.2g} once: set optimizer.lr lower and go on from a checkpoint of then"
         unsolved = success < 0.8  # a policy that solves its tasks may be sure of itself
         best, widest = (max(values, default=0.0) for values in (list(zip(*self._before, strict=True)) or [(), ()]))
         self._before.append((success, 0.0 if math.isnan(entropy) else entropy))
@@ -101,7 +106,7 @@ class Trends:
             "tools": f"tools are hardly used any more: in {tool_rate:.1%} of the conversations, once in "
             f"{self.tool_rate:.0%}, while tasks are not solved; go on from the best checkpoint with kl.coef above 0 or "
             "optimizer.lr lower, and see eval.stop",
-            "variance": f"in no group do rewards differ, so nothing is learned; choose {_more_variance(success)}",
+            "variance": f"in no group do rewards differ, so nothing is learned; {cure}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
             "higher, or 'reward=[...,length]'",
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "

@@ -141,6 +141,8 @@ def _refuse_other_format(path: Path, first: bytes) -> None:
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
         cure = f"iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"
         raise ConfigError(f"{path} is text in UTF-16, lines of JSON are UTF-8: {cure}")
+    if first.startswith(b"\x1f\x8b"):
+        raise ConfigError(f"{path} is compressed: gunzip -c {path} > new.jsonl")
     begun = first.strip()
     if begun.startswith(b"[") and (not begun.endswith(b"]") or len(first) == path.stat().st_size):
         raise ConfigError(f"{path} is one JSON array, in place of an object per line: jq -c '.[]' {path} > new.jsonl")
