@@ -174,6 +174,12 @@ OWN: dict[str, str] = {
         'import os\nfor n in range(3, 64):\n    try: os.write(n, b\'["gave", ["yours", 0], []]\\n\' * 9)\n'
         f"    except OSError: pass{WRONG}"
     ),
+    "a class that the judge is asked to make": (
+        f"{FRAMES}\ndef solve(*_):\n"
+        "    ask = next(f.f_locals['self'] for f in frames() if type(f.f_locals.get('self')).__name__ == 'Peer').ask\n"
+        "    methods = {f'__{name}__': str for name in ('eq', 'call', 'sub', 'abs', 'lt', 'len', 'iter')}\n"
+        "    return ask('call', ask('call', type, 'Equal', (), methods))"
+    ),
     "unknown kinds of value": (
         "import os\nfor n in range(3, 64):\n"
         "    for kind in ('object', '__reduce__', 'eval', 'Decimal.__new__', 'type', 'exec'):\n"

@@ -26,7 +26,7 @@ _OF_OBJECTS: dict[str, Callable[..., Any]] = {
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **_OF_OBJECTS,
     **{name: getattr(operator, name) for name in _BINARY},
-    **{"call": operator.call, "next": next, "iter": iter},
+    **{"call": lambda function, /, *given, **named: function(*given, **named), "next": next, "iter": iter},
     **{"getattr": getattr, "setattr": setattr, "isinstance": isinstance},
 }
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -77,6 +77,8 @@ class Peer:
     def _do(self, operation: str, operands: Any, named: Any) -> None:
         try:
             values = self._decode(operands)
+            if self._judges and operands[1][0][0] != "yours":
+                raise TypeError("what was given can be called, nothing else")  # type("E", (), ...) makes objects here
             result = self._operations[operation](*values, **self._decode(named))
             after = [self._encode(value) if type(value) in (list, dict, set) else None for value in values]
             changed = [new if new != old else None for old, new in zip(operands[1], after, strict=True)]

@@ -7,12 +7,11 @@ import ast
 import builtins
 import contextlib
 import importlib
-import operator
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from mtgrpo.tools.sandbox_calls import NAME, Peer
+from mtgrpo.tools.sandbox_calls import NAME, OPERATIONS, Peer
 
 Execute = Callable[[str | ast.Module, dict[str, Any]], str]
 _UNCHANGED = "<unchanged>"  # no name that code could have
@@ -102,7 +101,7 @@ def _bound(text: str) -> set[str]:
 
 def judge(setup: str, tests: str, objects: bool, descriptor: int, execute: Execute) -> str:
     """Run `setup` and `tests` against the program at the other end. Gives the name of what they raise; "" = passed."""
-    peer = Peer(descriptor, {"call": operator.call, "next": next}, judges=True)
+    peer = Peer(descriptor, {name: OPERATIONS[name] for name in ("call", "next")}, judges=True)
     peer.takes_objects = objects
     builtin_names = _Names(peer)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtin_names, _UNCHANGED: _Unchanged(peer)}
