@@ -10,6 +10,7 @@ import re
 import socket
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,11 +122,11 @@ def test_files_are_written_in_the_dtype_of_the_servers(tmp_path: Path) -> None:
     assert torch.equal(served.model.norm.weight, model.base_model.norm.weight.bfloat16())
 
 
-def test_an_adapter_alone_is_pushed_under_the_name_of_its_version(tmp_path: Path) -> None:
+def test_an_adapter_alone_is_pushed_each_time_under_a_name_of_its_own(tmp_path: Path) -> None:
     model = adapted(tmp_path)
     push = Adapter(tmp_path, ModelWeights(model))
     assert (push.served, push.rank) == (str(tmp_path / "base"), 4)
-    sizes = [push.write(ModelWeights(model, version)) for version in (1, 2)]
+    sizes = [push.write(ModelWeights(model, 0)) for _ in range(2)]  # as before a warm start and after it
     assert sizes[0] < sum(w.nbytes for w in model.parameters()) / 4
     assert [path.name for path in sorted(tmp_path.glob("policy-*"))] == ["policy-2"]
     warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
@@ -325,6 +326,44 @@ def test_servers_are_looked_after_where_their_machines_cannot_be_asked_about(
 
     asyncio.run(run())
     assert asked[:4] == ["/health"] * 4
+
+
+def test_a_server_that_is_lost_while_it_takes_weights_begins_anew(tmp_path: Path) -> None:
+    """And only once that has ended: what it unloads to begin anew is what it is given there."""
+    done: list[str] = []
+
+    async def run() -> None:
+        model = load_model(ModelSettings("tiny"), 0)
+        engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(ModelWeights(model), True, 64, tmp_path)
+        (replica,) = engine._replicas
+
+        async def answer(method: str, path: str, *_: object, **__: object) -> dict[str, object]:
+            return {"success": True}
+
+        async def check(*_: object) -> None:
+            done.append("check")
+
+        async def label(version: int) -> None:
+            done.append("label")
+            if done == ["label"]:
+                engine._lose(replica, LostError("connection reset"))
+                await asyncio.sleep(0.1)
+            done.append("labelled")
+
+        async def likeliest(*_: object) -> list[dict[int, float]]:
+            return []
+
+        replica.ask, replica.check, replica.label, replica.likeliest = answer, check, label, likeliest  # type: ignore
+        replica.alive, replica.lost = True, asyncio.get_running_loop().create_future()
+        engine._proof = SimpleNamespace(version=1, tokens=[], check=lambda *_: 0.0, bound=1.0)  # type: ignore
+        async with engine._syncing:
+            await engine._each(engine._update)
+            assert not replica.alive and done == ["label", "labelled"]
+        await asyncio.wait_for(asyncio.gather(*engine._tasks), 20)
+        assert replica.alive and done == ["label", "labelled", "check", "label", "labelled"]
+        await engine.close()
+
+    asyncio.run(run())
 
 
 def test_a_server_of_the_local_engine_that_shares_a_gpu_sleeps_and_wakes(tmp_path: Path) -> None:

@@ -232,7 +232,9 @@ class ServerEngine(RunningEngine):
                 if replica.restarts > MAX_RESTARTS:
                     raise EngineError(f"{replica.name} was lost {MAX_RESTARTS} times and answered nothing in between")
                 try:
-                    await self._bring(replica)
+                    await self._start(replica)
+                    async with self._syncing:  # what is asked of it still goes on, where it was not lost for all
+                        await self._meet(replica)
                     while not replica.alive:
                         await self._until(lambda: self._push.current)
                         async with self._syncing:
@@ -249,9 +251,15 @@ class ServerEngine(RunningEngine):
 
     async def _bring(self, replica: Replica) -> None:
         """Until it answers and is known to serve this model."""
+        await self._start(replica)
+        await self._meet(replica)
+
+    async def _start(self, replica: Replica) -> None:
         await replica.start()
         running = not (replica.process or replica.restarts)  # it is said to be
         await replica.wait_ready(CONNECT_S if running else self._start_timeout_s)
+
+    async def _meet(self, replica: Replica) -> None:
         await replica.check(self._config, self._longest)
         await self._push.meet(replica)
         replica.lost = asyncio.get_running_loop().create_future()
@@ -269,7 +277,7 @@ class ServerEngine(RunningEngine):
         await replica.label(self._proof.version)
         apart = self._proof.check(await replica.likeliest(self._proof.tokens, TOP), replica.name)
         self.metrics |= {"proof_nats": apart, "proof_bound_nats": self._proof.bound}
-        replica.alive = True
+        replica.alive = not replica.lost.done()  # else it begins anew
 
     async def _watch(self) -> None:
         """Find servers that are lost while nobody asks them for anything, or that hang."""

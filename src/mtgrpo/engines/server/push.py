@@ -139,7 +139,7 @@ class Files(Push):
 
 
 class Adapter(Push):
-    """The LoRA adapter alone: `folder`/policy-VERSION, as peft writes it; servers have the base."""
+    """The LoRA adapter alone: `folder`/policy-N, as peft writes it, the N-th; servers have the base."""
 
     def __init__(self, folder: Path, source: WeightSource, exact: bool = False) -> None:
         """Raises ConfigError where nothing is adapted, or no base is there to be served."""
@@ -147,11 +147,13 @@ class Adapter(Push):
         if source.lora is None or not source.lora.base_model_name_or_path:
             raise ConfigError("engine.sync=adapter: the model has no adapter of a saved base; set model.lora.rank=16")
         self.served, self.rank = str(source.lora.base_model_name_or_path), source.lora.r
+        self._written = 0  # a server takes no second one of a name, and a warm start ends at its version
 
     def write(self, source: WeightSource) -> int:
         """The adapter; the one before it is removed, and the one before that was let go of by then."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = self._folder.with_name(f"policy-{source.version}")
+        self._written += 1
+        self._folder = self._folder.with_name(f"policy-{self._written}")
         return source.save(self._folder)
 
     async def load(self, server: Replica) -> None:
