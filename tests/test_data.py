@@ -259,7 +259,7 @@ def test_check_counts_the_nulls_that_a_table_leaves_out_of_calls(place: Path, ru
     assert "column 'messages': 2 nulls in arguments or schemas are left out" in out
 
 
-@pytest.mark.parametrize("value, row", [([1], 4), ({"b": 1}, 4), ("text", 4)])
+@pytest.mark.parametrize("value, row", [([1], 4), ({"b": 1}, 4), ("text", 4), (10**23, 4)])
 def test_a_row_that_does_not_fit_its_column_is_named(value: Any, row: int, place: Path, run: Run) -> None:
     pytest.importorskip("pyarrow")
     write(place / "mine.jsonl", *({"a": n} for n in range(row - 1)), {"a": value}, {"a": 5})

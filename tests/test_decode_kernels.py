@@ -152,17 +152,18 @@ def test_logits_that_are_no_numbers_give_a_token_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "compiler", "reason"),
+    ("size", "compiler", "reason", "cache"),
     [
-        (20, "c++", "heads of 20 numbers"),
-        (16, "no-such-compiler -v", "compiler 'no-such-compiler'"),
-        (16, "false", "false failed"),
+        (20, "c++", "heads of 20 numbers", ""),
+        (16, "no-such-compiler -v", "compiler 'no-such-compiler'", ""),
+        (16, "false", "false failed", ""),
+        (16, "c++", "could not be made: Could not determine home directory", "~nobody-of-this-name/cache"),
     ],
 )
 def test_why_there_are_no_kernels_is_said(
-    size: int, compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, compiler: str, reason: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_kernels, "CACHE", str(tmp_path))
+    monkeypatch.setattr(decode_kernels, "CACHE", cache or str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(NoKernelsError, match=reason):
         load_kernels.__wrapped__(size)

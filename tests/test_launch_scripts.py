@@ -67,10 +67,10 @@ def test_a_script_for_slurm_asks_for_machines_and_quotes_what_it_passes_on(run: 
 
 
 def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -> None:
-    code, script, err = run(
-        "launch", "slurm", "recipe=calculator", "cluster=ray", "nodes=2", "gpus=0", "--python", "python"
-    )
-    assert code == 0 and "gpus-per-node" not in script, err
+    (place / "far.yaml").write_text("# @package _global_\ndefaults: [calculator, {override /cluster: ray}]\n")
+    for ours in (["recipe=far.yaml"], ["recipe=calculator", "cluster=ray"]):
+        code, script, err = run("launch", "slurm", *ours, "nodes=2", "gpus=0", "--python", "python")
+        assert code == 0 and "gpus-per-node" not in script and "ray start" in script, err
     done = slurm(place, script, '#!/bin/sh\necho "$@" >> started\n', 2)
     assert done.returncode == 0, done.stderr
     assert sorted((place / "started").read_text().splitlines()) == sorted(

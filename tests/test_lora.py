@@ -578,6 +578,14 @@ def test_a_damaged_adapter_is_refused(bases: dict[str, Path], tmp_path: Path, co
         load(tmp_path)
 
 
+def test_an_adapter_of_other_layers_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    save_model(adapt(bases["qwen3"]), TOKENIZER, tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "target_modules": ["c_attn"]}))
+    with pytest.raises(ConfigError, match=rf"model\.name={tmp_path}: the adapter cannot be read"):
+        load(tmp_path)
+
+
 def test_adapters_of_another_kind_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     IA3Config(base_model_name_or_path=str(bases["qwen3"])).save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match=r"adapter of type .*IA3; only LoRA"):

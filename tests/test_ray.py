@@ -27,7 +27,7 @@ from mtgrpo.cluster.keeper import Facts, versions
 from mtgrpo.config.compose import preset
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.serve import NO_WEIGHTS, SAMPLES, LocalServer
+from mtgrpo.engines.local.serve import SAMPLES, LocalServer
 from mtgrpo.errors import ConfigError, RanksError
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import DType, Head, ModelSettings
@@ -66,7 +66,7 @@ async def test_a_server_of_the_local_engine_samples_what_that_does(tmp_path: Pat
     body = {"token_ids": tokens, "sampling_params": {**words, "seed": 2**64 - 5}}
     with pytest.raises(Exception, match="Service Unavailable") as refused:
         await asked[f"POST {SAMPLES}"](body)
-    assert refused.value.status == NO_WEIGHTS  # pyright: ignore[reportAttributeAccessIssue]
+    assert refused.value.status == 503  # pyright: ignore[reportAttributeAccessIssue]
 
     read = {"kwargs": {"weights_path": str(tmp_path / "served")}}
     await asked["POST /collective_rpc"](read)
@@ -84,6 +84,8 @@ async def test_a_server_of_the_local_engine_samples_what_that_does(tmp_path: Pat
             weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     ModelWeights(model).save(tmp_path / "served")
     long = {"token_ids": tokens, "sampling_params": {**words, "max_tokens": 200}}
+    with pytest.raises(Exception, match="Bad Request"):
+        await asked[f"POST {SAMPLES}"]({"token_ids": tokens, "sampling_params": {**words, "max_tokens": 227}})
     under_way = asyncio.create_task(asked[f"POST {SAMPLES}"](long))
     await asyncio.sleep(0.05)
     await asked["POST /abort_requests"]({})

@@ -288,6 +288,16 @@ def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path) -> None:
         read_tokens(tmp_path, 1)
 
 
+def test_a_file_with_damaged_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    path = tmp_path / "tokens" / "step_000001.npz"
+    np.savez_compressed(path, **lay_out(GROUPS, TRAJECTORIES, build_batch(TRAJECTORIES), {}, most=0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:300]) + whole[300:])
+    with pytest.raises(ConfigError, match="is no record of tokens"):
+        read_tokens(tmp_path, 1)
+
+
 def test_a_file_that_unpacks_to_more_than_a_machine_holds_is_refused(tmp_path: Path) -> None:
     claimed = io.BytesIO()
     np.lib.format.write_array_header_1_0(claimed, {"descr": "<f4", "fortran_order": False, "shape": (2**50,)})

@@ -129,6 +129,18 @@ def test_any_value_in_the_place_of_any_other(
         assert_ends(tmp_path, capsys, [*COMMANDS, *COMMANDS][first : first + commands])
 
 
+@pytest.mark.parametrize("name", ["notes.txt", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+def test_a_link_to_a_file_outside_is_not_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run := tmp_path / "run", RECORD)
+    (tmp_path / "key").write_text("secret: of mine\n")
+    (run / name).unlink()
+    (run / name).symlink_to(tmp_path / "key")
+    said = assert_ends(run, capsys, [["report"], ["view"]])
+    assert all("is a link to" in line for line in said)
+    shown = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("key", Path(name).name)]
+    assert not any(b"of mine" in path.read_bytes() for path in shown)
+
+
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
 MERGES = "a: &a {x: 1}\n" + "".join(
     f"{b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz")

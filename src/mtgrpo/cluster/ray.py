@@ -27,7 +27,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mtgrpo.cluster.keeper import GRACE_S, Facts, Keeper, send_at_once
-from mtgrpo.engines.server.replica import LostError, ServerProcess
+from mtgrpo.engines.server.replica import SAID, LostError, ServerProcess
 from mtgrpo.errors import ConfigError
 from mtgrpo.parallel.cluster.ray import Ray
 from mtgrpo.runtime.processes import read_end
@@ -217,7 +217,7 @@ class RayServer(ServerProcess):
             code = ray.get(self._code)
         except RayError as error:
             raise LostError(f"its machine was lost: {_line(error)}") from error
-        return f"it ended with exit code {code}; the end of {self.log}:\n{read_end(self.log, 2000)}"
+        return f"it ended with exit code {code}; the end of {self.log}:\n{read_end(self.log, SAID)}"
 
     async def stop(self) -> None:
         keeper, self._keeper, self._code = self._keeper, None, None

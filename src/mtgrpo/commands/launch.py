@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from mtgrpo.engines.server import OWN, PYTHON, VLLM, Server
-from mtgrpo.errors import Arguments
+from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.launch import sagemaker_jobs
 from mtgrpo.runtime.processes import supervise
 
@@ -38,7 +38,9 @@ def serve(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32 or that of the model's files (auto)")
-    parser.add_argument("--max-length", type=int, help="tokens of the longest conversation; the model's if not given")
+    parser.add_argument(
+        "--max-length", type=int, help="tokens of the longest conversation; of vllm the model's by default"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     parser.add_argument("--memory-fraction", type=float, help="of each GPU's memory")
     parser.add_argument("--lora-rank", type=int, default=0, help="of adapters that are trained")
@@ -52,7 +54,9 @@ def serve(arguments: Sequence[str]) -> int:
         memory_fraction=args.memory_fraction,
         arguments=args.argument,
     ).placed((), shared=False)
-    program = args.python if args.dry_run else settings.program
+    if args.what == OWN and not args.max_length:
+        raise ConfigError("--max-length is missing: such a server has no model yet that would say it")
+    program = args.python if args.dry_run and args.what == VLLM else settings.program
     from mtgrpo.engines.server.engine import STARTED  # noqa: PLC0415  it imports torch
     from mtgrpo.engines.server.replica import GRACE_S  # noqa: PLC0415
 

@@ -47,16 +47,17 @@ class Fusion(InterpreterElsewhere):
     async def _answer(self, requests: list[dict[str, Any]]) -> Result:
         url, limit_s = self.sandbox.url, self.sandbox.timeout_s
         words, lines = json.dumps(self.sandbox.arguments()), json.dumps(requests)
+        run_timeout_s = limit_s * len(requests) + _GRACE_S
         body = {
             "code": _PROGRAM.format(arguments=words, requests=lines),
             "language": "python",
-            "run_timeout": limit_s * len(requests) + _GRACE_S,
+            "run_timeout": run_timeout_s,
             "memory_limit_MB": self.sandbox.memory_mb,
         }
         answer: Any = None
         try:
             async with HttpClient(url) as client:
-                answer = await client.request("POST", "/run_code", body, timeout_s=limit_s + REACHED_S)
+                answer = await client.request("POST", "/run_code", body, timeout_s=run_timeout_s + REACHED_S)
             if answer["status"] == "SandboxError":
                 raise RuntimeError(f"the sandbox at {url} failed: {answer['message'][-500:]}")
             ended = answer["run_result"]

@@ -64,7 +64,8 @@ def script(words: Sequence[str], python: str) -> str:
             raise ConfigError(f"{name}={job[name]}: a whole number{', of each machine' if name == 'gpus' else ''}")
     if wrong := [name for name in ("name", *SBATCH) if not re.fullmatch(r"[\w.:,+@%/-]*", job[name])]:
         raise ConfigError(f"{wrong[0]}={job[wrong[0]]!r} is nothing for sbatch")
-    compose(parse(ours)).experiment.check_training()
+    experiment = compose(parse(ours)).experiment
+    experiment.check_training()
     folder = [] if any(word.startswith("hydra.run.dir=") for word in ours) else [f"hydra.run.dir=runs/{job['name']}"]
     resumed = [] if any(word.startswith("resume=") for word in ours) else ["resume=true"]
     run = shlex.join(["train", *ours, *folder, *resumed])
@@ -80,7 +81,7 @@ def script(words: Sequence[str], python: str) -> str:
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     ]
     program = shlex.quote(python)
-    if "cluster=ray" in ours:
+    if experiment.cluster.places:
         body = RAY.format(run=f"{program} -m mtgrpo {run}")
     else:
         body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), run=run)

@@ -72,7 +72,7 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
     with torch.random.fork_rng(devices=[]):  # the adapter is first drawn, then read
         try:
             report = model.load_adapter(name, ADAPTER, is_trainable=True, ignore_mismatched_sizes=True)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"model.name={name}: the adapter cannot be read ({error}); use another") from error
     if strange := report.missing_keys | report.unexpected_keys | {key for key, *_ in report.mismatched_keys}:
         raise ConfigError(

@@ -163,8 +163,8 @@ def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
 
 def read_settings(folder: Path) -> dict[str, str]:
     """Every option of a run as text, by its full name; {} where the run kept none."""
-    values = fit(_yaml(folder / ".hydra" / "config.yaml"), SETTINGS) or {}
-    hydra = fit(_yaml(folder / ".hydra" / "hydra.yaml"), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
+    values = fit(_yaml(_own(folder, ".hydra/config.yaml")), SETTINGS) or {}
+    hydra = fit(_yaml(_own(folder, ".hydra/hydra.yaml")), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
     choices = hydra.get("hydra", {}).get("runtime", {}).get("choices", {})
     chosen = {group: as_typed(choice) for group, choice in choices.items() if group == "recipe" or group in values}
     return {**chosen, **flat(values)}
@@ -209,7 +209,7 @@ def heads(path: Path) -> Sequence[Head]:
     return _heads(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**15)  # files; of fewer than a run has, none would be found again
 def _heads(path: Path, _time: int, _size: int) -> Sequence[Head]:
     found: list[Head] = []
     for line in read_lines(path):
@@ -270,8 +270,8 @@ class _Thinned:
 
 
 def _read(folder: Path, name: str) -> RunRecord:
-    overrides = fit(_yaml(folder / ".hydra" / "overrides.yaml"), [str])
-    notes = read_last_lines(folder / "notes.txt", MAX_LINE_BYTES)[-200:]
+    overrides = fit(_yaml(_own(folder, ".hydra/overrides.yaml")), [str])
+    notes = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
     return RunRecord(
         folder=folder,
         name=name,
@@ -282,6 +282,14 @@ def _read(folder: Path, name: str) -> RunRecord:
         versions=read_object(folder / "versions.json", TEXTS),
         notes=[printable(line.decode(errors="replace")) for line in notes],
     )
+
+
+def _own(folder: Path, name: str) -> Path:
+    """A file of text of the run, which somebody else may have sent. ConfigError where it is a link to one outside."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{path} is a link to {path.resolve()}, outside of the run: is that yours to show? copy it")
+    return path
 
 
 def _is_run(folder: Path) -> bool:

@@ -54,7 +54,7 @@ def memory_left() -> tuple[int, int]:
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return left, total
     free = limit - used + int(stat["inactive_file"])  # the kernel gives up cached files first
-    return (free, limit) if free < left else (left, total)
+    return min(free, left), min(limit, total)
 
 
 def keep_freed_memory() -> None:

@@ -44,7 +44,7 @@ def write_parquet(file: Path, out: Path) -> int:
             try:
                 field = arrow.field(name, arrow.array(values).type)
                 schema = arrow.unify_schemas([schema, arrow.schema([field])], promote_options="permissive")
-            except (arrow.ArrowException, UnicodeError) as error:
+            except (arrow.ArrowException, UnicodeError, OverflowError) as error:
                 bad = start + _misfit(arrow, values)
                 raise ConfigError(
                     f"{rows.where(bad)}: column {name!r} is no text, or of another type than before ({error})"
@@ -81,7 +81,7 @@ def _misfit(arrow: Any, values: list[Any]) -> int:
     def fails(count: int) -> bool:
         try:
             arrow.array(values[:count])
-        except (arrow.ArrowException, UnicodeError):
+        except (arrow.ArrowException, UnicodeError, OverflowError):
             return True
         return False
 

@@ -18,6 +18,13 @@ from typing import Any, cast
 MOST_BYTES = 2**25  # of a message
 NAME, OWN = "<code>", "<sandbox>"  # files in tracebacks: the code that runs, and what runs it
 _SAFE = 2**53
+
+
+def _call(function: Any, /, *given: Any, **named: Any) -> Any:
+    """`operator.call`, which a Python before 3.11 has not: the sandbox's may be older than ours."""
+    return function(*given, **named)
+
+
 _BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _OF_OBJECTS: dict[str, Callable[..., Any]] = {
     **{"len": len, "bool": bool, "str": str, "repr": repr, "abs": abs, "neg": operator.neg},
@@ -26,7 +33,7 @@ _OF_OBJECTS: dict[str, Callable[..., Any]] = {
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **_OF_OBJECTS,
     **{name: getattr(operator, name) for name in _BINARY},
-    **{"call": lambda function, /, *given, **named: function(*given, **named), "next": next, "iter": iter},
+    **{"call": _call, "next": next, "iter": iter},
     **{"getattr": getattr, "setattr": setattr, "isinstance": isinstance},
 }
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {

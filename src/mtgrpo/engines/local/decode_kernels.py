@@ -61,7 +61,7 @@ def load_kernels(head_size: int, processor: str = "native") -> CDLL:
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
         raise NoKernelsError(f"{command[0]} failed: {said[0]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # the second without a home folder
         raise NoKernelsError(f"they could not be made: {error}") from error
 
 

@@ -7,7 +7,6 @@ large blocks of a pool of its own.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -20,6 +19,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import traits
+from mtgrpo.runtime.resources import memory_left
 
 BLOCK_SIZE = 32  # tokens in a block of a conversation
 PREFIX_BLOCK_SIZE = 256  # tokens in a block of a prefix
@@ -151,7 +151,7 @@ def memory_bytes(device: torch.device) -> int:
     """Of the device, in all."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_left()[1]
 
 
 def check_room(fraction: float, memory: int, one: int, longest: int) -> None:

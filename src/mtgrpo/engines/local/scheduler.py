@@ -6,10 +6,11 @@ All are computed in the same forward passes.
 """
 
 import asyncio
-from bisect import bisect, bisect_left
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mtgrpo.chat.safe_tokenizer import shared_length
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, SharedPrefix
 from mtgrpo.engines.local.paged_attention import Row
@@ -144,7 +145,7 @@ class Scheduler:
         """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
         if (source := prefix.source) is None:
             return False
-        count = _common(source.wanted, prefix.wanted)
+        count = shared_length(source.wanted, prefix.wanted)
         if len(source.tokens) >= count:
             self._kv_cache.prefixes.copy(source, prefix, count)
             prefix.source = None
@@ -220,7 +221,7 @@ class Scheduler:
             len(tokens) <= block_table.start or tokens[: block_table.start] != block_table.prefix.wanted
         ):
             self._forget(block_table)
-        self._kv_cache.own.cut(block_table, _common(block_table.tokens, tokens[block_table.start : -1]))
+        self._kv_cache.own.cut(block_table, shared_length(block_table.tokens, tokens[block_table.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
         """Give requests of which nothing is cached a prefix: an old one, or what they begin with themselves.
@@ -241,7 +242,7 @@ class Scheduler:
             if old and 2 * len(requests) * (len(tokens) - len(old.wanted)) <= len(tokens):
                 self._attach(requests, old)
                 continue
-            shared = _common(common, tokens)
+            shared = shared_length(common, tokens)
             together = shared + sum(len(r.tokens) - 1 - shared for r in (*group, *requests))
             apart = len(common) + sum(len(r.tokens) - 1 - len(common) for r in group) + len(tokens)
             # With a prefix of their own they compute `apart - shared` tokens, since `shared` of them are copied.
@@ -262,8 +263,8 @@ class Scheduler:
             pool.reserve(prefix, len(common))
             place = bisect(self._prefixes, common, key=lambda p: p.wanted)
             beside = [p for p in self._prefixes[max(0, place - 1) : place + 1] if p.shared]  # they begin most alike
-            source = max(beside, key=lambda p: _common(p.wanted, common), default=None)
-            prefix.source = source if source and _common(source.wanted, common) >= SHORTEST_PREFIX else None
+            source = max(beside, key=lambda p: shared_length(p.wanted, common), default=None)
+            prefix.source = source if source and shared_length(source.wanted, common) >= SHORTEST_PREFIX else None
             self._prefixes.insert(place, prefix)
             self._attach(group, prefix)
 
@@ -296,11 +297,3 @@ class Scheduler:
                 self._kv_cache.prefixes.cut(prefix, 0)
                 self._prefixes.remove(prefix)
                 self._replace_source(prefix)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """How many leading tokens are the same."""
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return shorter
-    return bisect_left(range(shorter), True, key=lambda last: a[: last + 1] != b[: last + 1])

@@ -31,7 +31,6 @@ from mtgrpo.weights.source import ModelWeights
 
 SAMPLES = "/inference/v1/generate"
 MAX_BODY_BYTES = 2**26
-NO_WEIGHTS = 503  # of an answer
 
 
 class LocalServer:
@@ -93,6 +92,8 @@ class LocalServer:
         settings = {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in asked}
         settings |= {"max_new_tokens": asked["max_tokens"], "stop_ids": asked.get("stop_token_ids", [])}
         label, sampling = self._label, Sampling(**settings)
+        if (length := len(tokens) + sampling.max_new_tokens) > self._longest:
+            raise web.HTTPBadRequest(text=f"{length} tokens are more than --max-model-len {self._longest}")
         key = Key(0, "", "", next(self._count))
         completion = await self._engine.answer(key, tokens, sampling, asked.get("seed", 0))
         answer = {"choices": [_choice(completion, sampling, label)]}

@@ -23,7 +23,7 @@ from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
 from mtgrpo.engines.server import OWN, VLLM, Server, Sync, local, vllm
 from mtgrpo.engines.server.push import IPC, NCCL, PROOF_TOKENS, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
 from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, Answered, LostError, Process, Replica, ServerProcess
-from mtgrpo.errors import EngineError
+from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.runtime.files import find_near
@@ -92,15 +92,16 @@ class ServerEngine(RunningEngine):
         way, _ = settings.way(source.lora is not None)
         shared = (folder or Path.cwd()) if settings.url or settings.elsewhere else None
         self._exchange = _make_folder(source, shared)  # removed at the end
-        self._push = PUSHES[way](self._exchange, source, settings.exact)
         interface = settings.interface()
-        if settings.url:
-            self._replicas = [interface(f"the server at {url}", url) for url in settings.url]
-        else:
-            self._replicas = [
+        try:
+            self._push = PUSHES[way](self._exchange, source, settings.exact)
+            self._replicas = [interface(f"the server at {url}", url) for url in settings.url] or [
                 interface(f"server {number}", "http://server", self._prepare(settings, number, folder))
                 for number in range(settings.replicas)
             ]
+        except ConfigError:
+            shutil.rmtree(self._exchange)
+            raise
         self._start_timeout_s = settings.start_timeout_s
         self._sleeps = settings.shares_gpu and device_of_process().type == "cuda"  # gives the trainer's GPU back then
         self._asleep = False

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
 GRACE_S = 20.0  # for a server to end by itself
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
-SHOWN_LINES = 15  # lines of a server's log that are shown when it ends
+SAID = 2000  # characters at the end of a server's log that are shown when it ends
 HEAT = 2.0  # temperature of one more token: its log-probability must be that of the same distribution
 
 
@@ -93,8 +93,8 @@ class Process(ServerProcess):
     def ended(self) -> str:
         if self.program is None or self.program.returncode is None:
             return ""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        return "\n".join([f"it ended with exit code {self.program.returncode}; the end of {self.log}:", *lines])
+        code, said = self.program.returncode, processes.read_end(self.log, SAID)
+        return f"it ended with exit code {code}; the end of {self.log}:\n{said}"
 
     async def stop(self) -> None:
         if self.program is not None:

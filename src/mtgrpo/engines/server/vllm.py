@@ -22,7 +22,7 @@ from mtgrpo.engines.server import MAX_NAMED_TOKENS, Server
 from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, Answered, LostError, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime.files import find_near
-from mtgrpo.runtime.resources import SLEEP
+from mtgrpo.runtime.resources import SLEEP, memory_left
 from mtgrpo.types import Sampling
 
 NAME = "policy"  # of the model that a server of ours serves
@@ -147,8 +147,8 @@ def command(
         rank = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
     if not torch.cuda.is_available():
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        words += ["--kv-cache-memory-bytes", str(int((settings.memory_fraction or CPU_CACHE) * memory))]
+        cache_bytes = int((settings.memory_fraction or CPU_CACHE) * memory_left()[1])
+        words += ["--kv-cache-memory-bytes", str(cache_bytes)]
         words += ["--no-enable-chunked-prefill"]  # a prompt in parts and a seed of one's own end vLLM 0.32 on a CPU
     elif settings.fraction:
         words += ["--gpu-memory-utilization", str(settings.fraction)]
