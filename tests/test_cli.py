@@ -717,6 +717,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["export"], "the following arguments are required: CHECKPOINT, --out; mtgrpo export --help lists"),
         (["show", "away"], "away holds no run"),
         (["launch", "vllm"], "the following arguments are required: --model"),
+        (["launch", "local", "--model", "m"], "--max-length is missing"),
         (["data", "smollm3"], "invalid choice: 'smollm3'"),
         (["doctor", "--json", "--x"], "unrecognized arguments: --x"),
         (["train", "--help", "frobnicate"], "no option speaks of 'frobnicate'"),

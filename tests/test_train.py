@@ -524,6 +524,13 @@ def test_a_run_with_nothing_to_learn_from_foresees_it_and_ends(tmp_path: Path) -
     assert summary(tmp_path / "b")["train/steps"] == 4
 
 
+def test_a_run_whose_filter_leaves_nothing_to_learn_from_ends(tmp_path: Path) -> None:
+    narrow = ("filter.min_success=0.9", "filter.max_success=0.95")  # of groups of 4 none is there
+    ran(tmp_path, *narrow, "trainer.steps=4", "trainer.idle_steps=2")
+    notes = (tmp_path / "notes.txt").read_text()
+    assert "stopped after step 2: trainer.idle_steps=2: there was nothing to learn from" in notes
+
+
 @pytest.mark.parametrize(
     ("success", "stop", "ends"),
     [

@@ -194,6 +194,8 @@ def _obstacles(metrics: Mapping[str, float]) -> list[str]:
     obstacles: list[str] = []
     if metrics.get("reward/groups_with_variance") == 0:
         obstacles.append("no group's rewards differ: nothing to learn")
+    elif metrics.get("rollout/filtered") == 1:
+        obstacles.append("no update: the filter left out every group")
     elif "reward/mean" in metrics and "policy/entropy" not in metrics:
         obstacles.append("no update: too few conversations to compare")
     for area in ("rollout", "eval"):

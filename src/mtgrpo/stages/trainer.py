@@ -185,7 +185,8 @@ class _Training:
         conversations = describe_conversations(batch.groups, run.experiment.profile)
         metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
-        self.budget.count(batch.groups, seconds, idle=bool(flat) and run.experiment.algorithm.needs_variance)
+        idle = not metrics.get("policy/updates") or (bool(flat) and run.experiment.algorithm.needs_variance)
+        self.budget.count(batch.groups, seconds, idle)
         summary, success = self._saver.summary, metrics["reward/success"]
         summary[WITHOUT_VARIANCE] = summary.get(WITHOUT_VARIANCE, 0.0) + flat
         if not math.isnan(success):
