@@ -18,8 +18,9 @@ from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, tabl
 from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.stages import evaluate
 from mtgrpo.stages.checks import check
-from mtgrpo.stages.evaluate import run_collection, run_evaluation
+from mtgrpo.stages.evaluate import AllFailedError, run_collection, run_evaluation
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, ToolCall, ToolSpec, Trajectory, Turn
@@ -215,6 +216,24 @@ def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation
     assert [json.loads(line)["answer"] for line in lines] == ["0", "0", "2", "2", "4", "4"]
 
 
+def test_a_set_that_cannot_be_measured_leaves_the_others(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = evaluate._groups
+
+    async def away(runner: Any, scope: str, name: str, *rest: Any) -> list[Group]:
+        if name == "hard":
+            raise AllFailedError("every conversation failed")
+        return await measure(runner, scope, name, *rest)
+
+    monkeypatch.setattr(evaluate, "_groups", away)
+    words = (*SMALL, f"model.name={base / 'model'}", "eval.sets={hard: {task: calculator}}")
+    asyncio.run(run_evaluation(preset("calculator", *words), tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "eval/success" in summary and "eval/hard/success" not in summary
+    assert "eval.sets: hard was not measured: every conversation failed" in (tmp_path / "notes.txt").read_text()
+
+
 def test_tools_are_compared_with_none_task_by_task() -> None:
     with_tools = [group(n, "1", ["1", "1"]) for n in range(8)]
     without = [group(n, "1", ["0", "0"]) for n in range(8)]
@@ -395,6 +414,15 @@ def test_calls_and_lone_surrogates_are_in_the_table_too(tmp_path: Path) -> None:
     (row,) = parquet.read_table(tmp_path / "b.parquet").to_pylist()
     assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "search"
     assert json.loads(row["tools"])[0]["function"]["name"] == "search"
+
+
+def test_tasks_of_one_id_are_collected_with_random_numbers_of_their_own(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "twice.jsonl").write_text(2 * '{"id": "a", "prompt": "Go on.", "answer": "1"}\n')
+    (tmp_path / "other.jsonl").write_text('{"id": "b", "prompt": "Begin.", "answer": "1"}\n')
+    words = ("task=jsonl", f"task.train_files=['{tmp_path}/twice.jsonl']", f"task.val_files=['{tmp_path}/other.jsonl']")
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words, f"model.name={base / 'model'}"), tmp_path))
+    said = [json.loads(line)["messages"] for line in (tmp_path / "collected.jsonl").read_text().splitlines()]
+    assert len(said) == 2 and said[0] != said[1]
 
 
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:

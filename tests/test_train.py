@@ -687,6 +687,11 @@ async def test_a_context_may_be_longer_than_the_budget_but_not_as_a_padded_row(t
         assert run.runner.limits.context_tokens == 512
 
 
+def test_a_warm_start_imitates_what_the_context_that_was_asked_for_holds(tmp_path: Path) -> None:
+    asyncio.run(run_sft(experiment("environment.max_context_length=600", "batch.token_budget=48"), tmp_path))
+    assert "left out" not in (tmp_path / "notes.txt").read_text()
+
+
 def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
     told: list[str] = []
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
@@ -51,6 +52,11 @@ class RolloutRunner:
         """The same, for another purpose and perhaps at another temperature."""
         changed = {} if temperature is None else {"temperature": temperature}
         return dataclasses.replace(self, scope=scope, sampling=dataclasses.replace(self.sampling, **changed))
+
+    def again(self, task: Task, played: Counter[str]) -> RolloutRunner:
+        """The same, with random numbers of their own for tasks of one id; played: how often each was, by its id."""
+        repeated, played[task.id] = played[task.id], played[task.id] + 1
+        return self.at(f"{self.scope}/again{repeated}") if repeated else self
 
     async def run_group(self, task: Task, size: int, extra: int = 0) -> Group:
         """Run siblings of `task` at once and score them; failed ones have status FAILED and no reward.

@@ -72,7 +72,8 @@ async def evaluate_during(run: Run) -> Metrics:
 
     metrics: Metrics = {}
     for name, runner, tasks in _task_sets(run):
-        metrics |= await evaluate(runner, tasks, 1, name, play, run.sinks.tell)
+        with _outage_of(name, run):
+            metrics |= await evaluate(runner, tasks, 1, name, play, run.sinks.tell)
     return metrics | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
 
 
@@ -103,16 +104,17 @@ async def _measure(
         return group
 
     for name, runner, tasks in sets:
-        sampled = await _groups(runner, "eval", name, tasks, samples, counted)
-        kept = write_trajectories(run.folder, of_set(file, name), sampled)
-        run.sinks.tell(_notes(name, sampled, runner.reward, kept))
-        greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
-        write_trajectories(run.folder, of_set(GREEDY[file], name), greedy)
-        described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
-        if samples > 1:
-            described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
-        metrics |= _named(name, described)
-        played[name] = EvaluationGroups(sampled, greedy)
+        with _outage_of(name, run):
+            sampled = await _groups(runner, "eval", name, tasks, samples, counted)
+            kept = write_trajectories(run.folder, of_set(file, name), sampled)
+            run.sinks.tell(_notes(name, sampled, runner.reward, kept))
+            greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
+            write_trajectories(run.folder, of_set(GREEDY[file], name), greedy)
+            described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
+            if samples > 1:
+                described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
+            metrics |= _named(name, described)
+            played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)
     return metrics, played
 
@@ -126,17 +128,23 @@ def _task_sets(run: Run) -> Iterator[tuple[str, RolloutRunner, list[Task]]]:
         yield name, run.runner, tasks
 
 
+@contextmanager
+def _outage_of(name: str, run: Run) -> Generator[None]:
+    """Tell where a further set could not be measured; without the run's own tasks there is no evaluation."""
+    try:
+        yield
+    except AllFailedError as error:
+        if not name:
+            raise
+        run.sinks.note(f"eval.sets: {name} was not measured: {error}")
+
+
 async def _groups(
     runner: RolloutRunner, scope: str, name: str, tasks: Sequence[Task], samples: int, play: Play
 ) -> list[Group]:
     runner = runner.at(f"{scope}/{name}" if name else scope, temperature=0.0 if scope == "greedy" else 1.0)
-    names = Counter[str]()
-
-    def playing(task: Task) -> Coroutine[Any, Any, Group]:
-        repeated, names[task.id] = names[task.id], names[task.id] + 1  # ids of one's own: then other random numbers
-        return play(runner.at(f"{runner.scope}/again{repeated}") if repeated else runner, task, samples)
-
-    groups = await together(map(playing, tasks))
+    played = Counter[str]()
+    groups = await together(play(runner.again(task, played), task, samples) for task in tasks)
     if not any(group.valid for group in groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
@@ -243,12 +251,12 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
         split, seed = (Split.eval, EVAL_SEED) if wanted.held_out else (Split.train, experiment.seed)
         tasks = experiment.task.stream(split, seed, repeat=False)  # each once
         runner, path, at_once = run.runner.at("collect"), folder / wanted.file, experiment.rollout.prompts_per_step
-        done = written = 0
+        done, written, played = 0, 0, Counter[str]()
         run.sinks.stage(COLLECTING, wanted.tasks)
         with open_rows(path, wanted.form is Form.messages) as write:
             # As many tasks at once as a training step has, so that memory does not grow with the file.
             while chosen := list(itertools.islice(tasks, min(at_once, wanted.tasks - done))):
-                groups = await together(runner.run_group(task, wanted.samples) for task in chosen)
+                groups = await together(runner.again(task, played).run_group(task, wanted.samples) for task in chosen)
                 if not (done or any(group.valid for group in groups)):
                     reason = groups[0].trajectories[0].reason
                     raise AllFailedError(f"every conversation of the first {len(chosen)} tasks failed, by {reason}")

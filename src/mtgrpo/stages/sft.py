@@ -65,8 +65,8 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         run.trainer.load(run.resumed.path, version=0)
         stream.load_state_dict(begun["tasks"])
     examples = demonstrations(source, stream, run.runner, experiment.seed, run.sinks.note, taken=imitated)
-    limit = most_unasked(experiment, run.trainer.weights())
-    name = f"batch.token_budget={limit}"
+    limit, asked = most_unasked(experiment, run.trainer.weights()), experiment.environment.max_context_length
+    limit, name = max((limit, f"batch.token_budget={limit}"), (asked, f"environment.max_context_length={asked}"))
     if longest := run.trainer.weights().traits.limit.tokens:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)
