@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import json
 import math
 import random
@@ -40,7 +41,9 @@ from mtgrpo.rewards import Reward
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages import trainer
 from mtgrpo.stages.metrics import describe_staleness
+from mtgrpo.stages.run import Run
 from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Completion, Group, Limits, Message, Sampling, Status, Task, Trajectory
@@ -452,6 +455,26 @@ def test_an_evaluation_does_not_hold_up_training_whose_rollouts_run_ahead(tmp_pa
     assert 2 <= first["eval/staleness"] <= first["step"] - 2
     assert first["eval/failed"] == 0
     assert not any("eval/version" in row for row in rows)
+
+
+def test_evaluations_beside_training_follow_one_another_and_the_best_policy_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = itertools.count()
+
+    async def measured(run: Run) -> dict[str, float]:
+        if (number := next(made)) == 0:  # of the first step: ends after others have been saved
+            while not (tmp_path / "run" / "checkpoints" / "step_000004").exists():
+                await asyncio.sleep(0.01)
+        return {"eval/success": 1.0 if number == 0 else 0.0, "eval/version": 1.0}
+
+    monkeypatch.setattr(trainer, "evaluate_during", measured)
+    words = ["rollout.max_staleness=1", "trainer.steps=10", "eval.every_steps=1", "checkpoint.every_steps=1"]
+    rows = run_small(tmp_path / "run", *words, "checkpoint.keep_last=1", "checkpoint.keep_best=1")
+    steps = [row["step"] for row in rows if "eval/success" in row]
+    assert steps[0] >= 4 and steps == list(range(steps[0], steps[0] + len(steps))) and len(steps) >= 2
+    kept = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    assert kept == ["step_000001", "step_000010"]
 
 
 @pytest.mark.parametrize("words", [[], ["kl.coef=0.01", "algorithm=gspo", "trainer.updates_per_batch=2"]])

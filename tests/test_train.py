@@ -531,6 +531,18 @@ def test_a_run_whose_filter_leaves_nothing_to_learn_from_ends(tmp_path: Path) ->
     assert "stopped after step 2: trainer.idle_steps=2: there was nothing to learn from" in notes
 
 
+def test_the_learning_rate_falls_where_steps_had_nothing_to_train_too(tmp_path: Path) -> None:
+    late = "from mtgrpo.rewards import Reward\n\nclass Late(Reward):\n    def reward(self, trajectory):\n"
+    late += "        *_, split, number = trajectory.task.id.split('/')\n"
+    late += "        return trajectory.sampled_tokens if split == 'train' and int(number) >= 4 else 0.0\n"  # of step 3
+    (tmp_path / "late.py").write_text(late)
+    words = ("sft.steps=0", "trainer.steps=4", "optimizer.schedule=linear", "optimizer.lr=1e-3", ENDING)
+    ran(tmp_path / "run", *words, "optimizer.warmup_steps=0", f"reward={tmp_path}/late.py:Late", "rollout.group_size=4")
+    steps = [row for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"]
+    assert [row["policy/updates"] for row in steps] == [0, 0, 1, 1]
+    assert [row["policy/lr"] for row in steps[2:]] == pytest.approx([0.5e-3, 0.25e-3])
+
+
 @pytest.mark.parametrize(
     ("success", "stop", "ends"),
     [

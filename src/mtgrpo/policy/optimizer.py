@@ -81,6 +81,10 @@ class Optimizer:
         """What the loss is multiplied by now; `least_scale` but in float16."""
         return float(self._scaler.get_scale())
 
+    def catch_up(self, steps: int) -> None:
+        """Let the schedule be at least as far as after `steps`, of which some had nothing to train."""
+        self._steps = max(self._steps, steps)
+
     def scaled(self, loss: Tensor) -> Tensor:
         """What to take the gradient of in the place of `loss`."""
         return self._scaler.scale(loss)

@@ -49,6 +49,7 @@ class TrainerConfig:
     seed: int
     stop_ids: Sequence[int]  # tokens at which the model ends its turns
     optimizers: Mapping[Stage, tuple[OptimizerSettings, int]]  # with the number of its steps, for the schedule
+    per_batch: int  # optimiser steps on a whole rollout batch
     learning: UpdateConfig
     token_budget: int
     temperature: float
@@ -134,6 +135,7 @@ class TrainerRank:
         """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""
         updater = self._updater
         assert updater is not None, "the stage has begun"
+        updater.policy.optimizer.catch_up(version * self._config.per_batch)
         traced = self._profiler.trace(version + 1, self._config.folder) if self.parallel.rank == 0 else nullcontext()
         with traced:
             metrics = yield from updater.training(batch, rewards, version, seed, evidence, ref_logp)

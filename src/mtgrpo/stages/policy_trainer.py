@@ -205,6 +205,7 @@ def trainer_config(
             Stage.imitation: (experiment.sft.optimizer, experiment.sft.steps),
             Stage.reinforcement: (experiment.optimizer, experiment.trainer.steps * per_batch),
         },
+        per_batch=per_batch,
         learning=update_config(experiment),
         token_budget=experiment.batch.tokens,
         temperature=experiment.sampling.temperature,

@@ -44,6 +44,7 @@ class Saver:
         self._thread = thread
         self._writing: Future[Path] | None = None
         self._mark: _Mark | None = None  # that is not written yet
+        self.measured = 0  # the step whose held-out success is being measured: it may be the best; 0 = none
         self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
 
     @property
@@ -108,6 +109,7 @@ class Saver:
         by_success = sorted(measured, key=lambda step: (measured[step], step))
         best = by_success[-settings.keep_best :] if settings.keep_best else []
         best += [0] if run.experiment.sft.steps else []  # the policy after the warm start
+        best += [self.measured] if settings.keep_best else []
         content = run.trainer.snapshot(), mark.state, self._tokenizer
         self._mark = None
         self._writing = self._thread.submit(checkpoint.write, run.folder, mark.step, *content, settings.keep_last, best)

@@ -127,7 +127,6 @@ class _Training:
         self._trends = Trends(saver.state.get("entropy", math.nan))
         self._neighbours = Neighbours(follows=not experiment.deterministic)
         self._evaluation: asyncio.Task[Metrics] | None = None  # the one that is under way
-        self._evaluated = 0  # the step after which it began
 
     @property
     def reached(self) -> str:
@@ -210,6 +209,7 @@ class _Training:
         try:
             if interrupted:
                 raise asyncio.CancelledError
+            metrics |= await self._end_evaluation()  # of one that has ended meanwhile, where rollouts run ahead
             begun = self._begin_evaluation()
             metrics |= await self._end_evaluation()
         except AllFailedError as error:  # an outage, which may be over at the next step
@@ -229,7 +229,7 @@ class _Training:
         every, step = self._run.experiment.eval.every_steps, self.budget.steps
         due = bool(every) and step % every == 0 and not self.reached and self._evaluation is None
         if due:
-            self._evaluation, self._evaluated = asyncio.create_task(evaluate_during(self._run)), step
+            self._evaluation, self._saver.measured = asyncio.create_task(evaluate_during(self._run)), step
         return due
 
     async def _end_evaluation(self) -> Metrics:
@@ -238,10 +238,11 @@ class _Training:
         if self._evaluation is None or (ahead and not self._evaluation.done()):
             return {}
         evaluation, self._evaluation = self._evaluation, None
+        step, self._saver.measured = self._saver.measured, 0
         metrics = await evaluation
         if (version := metrics.pop("eval/version", None)) is not None:
             metrics["eval/staleness"] = self.budget.steps - version
-        self._curve.success[self._evaluated] = metrics["eval/success"]
+        self._curve.success[step] = metrics["eval/success"]
         return metrics
 
     def _mark(self, row: Metrics | None) -> None:
