@@ -437,6 +437,12 @@ def test_nothing_is_said_of_what_an_agents_own_tools_answered(tmp_path: Path) ->
     }
 
 
+def test_names_that_a_model_makes_up_are_no_metrics(tmp_path: Path) -> None:
+    made_up = CALL.replace("calculator", "calculator_2")
+    found = group_of(scripted([[made_up, ANSWER]]), tmp_path, python("with_openai"))
+    assert found.trajectories[0].tool_calls == 1 and describe_tools(found.trajectories, 1.0) == {}
+
+
 # --- which turns are trained
 
 

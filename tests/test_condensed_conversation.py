@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtgrpo.chat import Chat
+from mtgrpo.chat import Chat, ChatSettings, open_chat
 from mtgrpo.condensers import Condenser, When
 from mtgrpo.condensers.attention import Attention
 from mtgrpo.condensers.drop_oldest import DropOldest
@@ -19,6 +19,8 @@ from mtgrpo.condensers.recall import Recall
 from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.types import CallRecord, Completion, Finish, Limits, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
 
@@ -123,3 +125,26 @@ def test_random_conversations(count: int) -> None:
         assert played.tokens_after <= budget * played.condensed
     assert min(condensed[kind] for kind in condensed) > count // 10, condensed
     assert len(condensed) == 6
+
+
+async def test_a_request_to_condense_is_answered_and_stands_in_no_condensed_context() -> None:
+    chat = open_chat(load_tokenizer("tiny-calculator"), ChatSettings())
+    asked, contexts = ToolCall(CONDENSE.name, {}), list[str]()
+    added = [ToolCall("calculator", {"expression": f"{n} + {n}"}) for n in range(3)]
+    script = [
+        Message("assistant", tool_calls=(asked, added[0])),
+        Message("assistant", tool_calls=(added[1],)),
+        Message("assistant", tool_calls=(asked, added[2])),
+        Message("assistant", "done"),
+    ]
+
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        contexts.append(chat.decode(tokens))
+        output = chat.encode(script.pop(0))
+        return Completion(output, [-1.0] * len(output), [0] * len(output), Finish.STOP)
+
+    keep = KeepLast(when=When.on_request, keep_last_n_steps=2)
+    task, environment = Task("t", (Message("user", "q"),)), ToolUse(tools=["calculator"])
+    await run_rollout(task, environment, chat, sample, Sampling(), Limits(4000), keep)
+    assert [context.count('"name": "condense", "arguments"') for context in contexts] == [0, 0, 0, 0]
+    assert contexts[1].count('"name": "calculator", "arguments"') == 1 and contexts[1].count("<tool_response>") == 1

@@ -258,6 +258,10 @@ def test_what_the_environment_pays_is_counted_once() -> None:
     found = rewards_of([group], algorithm, *tokens)
     assert found.outcome.tolist() == [0.0, 0.0]
     assert found.totals().tolist() == [3.0, 0.5]
+    helped = replace(paid(1.0), untrained=paid(0.5).turns)
+    set_score(helped, score(Environment(), helped))
+    found = rewards_of([Group(TASK, [helped, paid(0.0)])], algorithm, torch.arange(2), torch.zeros(2, dtype=torch.long))
+    assert helped.reward == 1.5 and helped.turn_rewards == [1.0] and found.totals().tolist()[0] == 1.5
     both = score(Composed(of=["environment", "numeric"]), paid(1.0, 2.0))
     assert (both.total, both.paid) == (4.0, 3.0)
 

@@ -312,7 +312,9 @@ class AgentSession:
             answers = context.history[len(parent.history) :]
             turns[parent.turn].observations = turns[parent.turn].observations or tuple(answers)
         exchange.turn, exchange.history = len(turns), [*context.history, message]
-        self._calls += [CallRecord(call.name, CallOutcome.unseen) for call in message.tool_calls]
+        offered = {tool.name for tool in exchange.request.tools}  # other names, the model's own, are none of metrics
+        names = [call.name if call.name in offered else "" for call in message.tool_calls]
+        self._calls += [CallRecord(name, CallOutcome.unseen) for name in names]
         self._sampled_tokens += len(completion.tokens)
         number = parent.turn if parent is not None and context.extends else -1
         turns.append(Turn.of(completion, message, context.new, number))

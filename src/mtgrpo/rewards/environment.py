@@ -10,7 +10,8 @@ from mtgrpo.types import Trajectory
 class Environment(Reward):
     """The sum of what the environment paid for the steps of the conversation (`Reply.reward`).
 
-    Training counts each payment once, in the turn that it was for: advantage=return_to_go, gae and turn see which.
+    Training counts each payment once, in the turn that it was for: advantage=return_to_go, gae and turn see which. What
+    was paid for turns that are not trained, such as those of an agent's helpers, counts for the whole.
     """
 
     judges_turns = True
@@ -18,4 +19,4 @@ class Environment(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         paid = sum(turn.paid for turn in trajectory.turns)
-        return Score(paid, paid=paid)
+        return Score(paid + sum(turn.paid for turn in trajectory.untrained), paid=paid)

@@ -164,7 +164,8 @@ class _State:
         environment has added more than `most` tokens at once, or too many in all.
         """
         if answers:
-            self._all.append((turn.message, *answers))
+            said, _ = self.split(turn.message)
+            self._all.append((said or turn.message, *answers))
         self._steps.append((turn.message, *answers, *done))
         extension = self._extension()
         if extension is not None:
