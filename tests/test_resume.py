@@ -649,6 +649,19 @@ def test_data_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:
         before["settings"] = settings
 
 
+def test_an_evaluation_says_which_files_are_others_than_in_training(tmp_path: Path) -> None:
+    double = 'def double(number: int) -> int:\n    """Twice a number."""\n    return 2 * number\n'
+    (tmp_path / "own.py").write_text(double)
+    words = ("sft.steps=0", "trainer.steps=1", f"environment.tools=[{tmp_path}/own.py:double]")
+    ran(tmp_path / "run", *words)
+    model = f"model.name={tmp_path}/run/checkpoints/step_000001"
+    assert not any("own.py" in note for note in check(compose(parse([*SMALL, *words, model])).experiment, trains=False))
+    (tmp_path / "own.py").write_text(double.replace("2 *", "3 *"))
+    extension.digest(str(tmp_path / "own.py"))  # as a process of its own would find it
+    (told,) = check(compose(parse([*SMALL, *words, model])).experiment, trains=False)
+    assert told.startswith(f"other files than the checkpoint was trained with: {tmp_path}/own.py=sha256:")
+
+
 def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) -> None:
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
     with pytest.raises(ConfigError, match="the data had endless problems when the state was saved and has "):

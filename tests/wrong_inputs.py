@@ -144,10 +144,9 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("hydra.run.dir=run --dry-run", "is not empty"),
         (
             "resume=true hydra.run.dir=run --dry-run",
-            "the data had 2 rows when the state was saved and has endless problems now; go on with the data of that "
-            "run, or start a new run; that run began with task=jsonl task.path=good.jsonl",
+            "is of a run with task=jsonl, and would go on with Calculator",
         ),
-        ("resume=run/checkpoints/step_000002", "that run began with task=jsonl task.path=good.jsonl"),
+        ("resume=run/checkpoints/step_000002", "is of a run with task=jsonl, and would go on with"),
         ("environment.max_context_length=30 sft.steps=0", "leaves no room for an answer: the prompts of the first 20"),
         (
             "environment.tools=own.py:plus",
@@ -333,6 +332,14 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("learning_rate=1e-5", "optimizer.lr"),
         ("data.train_files=good.jsonl", "unknown option"),
         ("kl_coef=0.1", "kl.coef"),
+        ("gsm8k", "such as recipe=gsm8k; no spaces stand"),
+        ("trainer.steps = 3", "no spaces stand around the ="),
+        ("own.yaml", "such as recipe=own.yaml"),
+        ("own.py:Mine", "such as reward=own.py:Mine"),
+        ("--config own.yaml", "a recipe of your own is recipe=own.yaml"),
+        ("recepie=gsm8k", "did you mean recipe?"),
+        ("task=good.jsonl", "task.path=good.jsonl"),
+        ("environment.tool=[calculator]", "did you mean environment.tools?"),
         ("agent.python.function=own.py:solve", "it is agent.function, of agent=python"),
         ("beta=0.1", "unknown option beta"),
         ("actor_rollout_ref.rollout.n=4", "rollout.group_size"),
@@ -393,6 +400,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("checkpoint=away", "there is no folder"),
         ("model.name=./nowhere", "./nowhere"),
         ("run", "checkpoint=run"),
+        ("checkpoint=run/checkpoints/step_000002 model.name=tiny", "each name a model: leave one out"),
         ("checkpoint=run/checkpoints/step_000002 sampling.temprature=0", "did you mean sampling.temperature?"),
     ],
     "serve": [

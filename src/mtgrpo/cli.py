@@ -57,7 +57,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=my.py:MyReward task=jsonl task.path=my.jsonl
   mtgrpo train agent=python agent.function=my.py:solve recipe=jsonl
-  mtgrpo train hydra.run.dir=FOLDER resume=true  # goes on with what is there
+  mtgrpo train ... hydra.run.dir=FOLDER resume=true   # the same words: goes on
   mtgrpo eval checkpoint=PATH trust_code=true    # reaches what a record names
   mtgrpo eval checkpoint=PATH --fail-under 0.8   # exit code 1 below that
 

@@ -107,7 +107,11 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     for names, kind in FLAGS.items():
         parser.add_argument(*names.split(), **kind)
-    args, rest = parser.parse_known_intermixed_args(arguments)
+    try:
+        args, rest = parser.parse_known_intermixed_args(arguments)
+    except ConfigError as error:
+        own = [f"; a recipe of your own is recipe={word}" for word in arguments if word.endswith((".yaml", ".yml"))]
+        raise ConfigError(f"{error}{''.join(own)}") from error
     if rest:
         typed = rest[0].partition("=")[0]
         hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("-") else ""

@@ -32,6 +32,7 @@ from mtgrpo.config.recipe import (
     Settled,
     absolute,
     base,
+    likely,
     read_primary,
     read_recipe,
     refuse_absurd,
@@ -62,11 +63,13 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
-            key = "checkpoint" if Path(argument).is_dir() else "task.path" if Path(argument).is_file() else ""
-            cut, quoted = argument.count("[") > argument.count("]"), "quote a value with special characters twice"
+            why = "quote a value with special characters twice: key=\"'a, b'\""
+            if argument.count("[") > argument.count("]"):
+                why = "a list is one word: 'key=[a,b]', without spaces"
+            elif "=" not in argument:
+                why = "no spaces stand around the ="
             raise ConfigError(
-                f"cannot read {argument!r}: options are key=value, such as {f'{key}={argument}' if key else 'seed=1'}; "
-                + ("a list is one word: 'key=[a,b]', without spaces" if cut else f"{quoted}: key=\"'a, b'\"")
+                f"cannot read {argument!r}: options are key=value, such as {likely(argument)}; {why}"
             ) from error
         if not override.key_or_group:
             raise ConfigError(f"cannot read {argument!r}: nothing stands before the =; options are key=value")
@@ -258,6 +261,11 @@ class ExperimentLoader(ConfigLoader):
         if run := checkpoint.parent.parent if checkpoint else self._run:
             if asked:
                 raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
+            if checkpoint and "model.name" in typed:
+                raise ConfigError(
+                    f"checkpoint= and model.name= each name a model: leave one out; {typed['model.name']} is measured "
+                    "with recipe= and settings as in training"
+                )
             given = {**typed, **({"model.name": None} if checkpoint else {})}  # whose place the checkpoint takes
             record = read_run(run, typed.get("trust_code") is True, given)
             self._record = run

@@ -125,7 +125,11 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
     if key in groups():
         return f"{key} is a group, of which a recipe chooses with `defaults: [override /{key}: NAME]`"
+    if key == "recipe":
+        return "recipe is for the command line; a recipe takes up another with `defaults: [NAME]`"
     path, _, last = key.rpartition(".")
+    if plural := [name for name in known if name == f"{key}s"]:
+        return f"unknown option {key}; did you mean {plural[0]}?"
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:
         return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
@@ -141,7 +145,7 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[2] == last], 3, cutoff=0.0)
-    near = close or same or ([] if section else difflib.get_close_matches(key, known, 1))
+    near = close or same or ([] if section else difflib.get_close_matches(key, [*known, "recipe"], 1))
     if near:
         return f"unknown option {key}; did you mean {' or '.join(near)}?"
     if section:

@@ -34,6 +34,16 @@ def recipes(folders: Sequence[Path] = ()) -> dict[str, Path]:
     return {path.stem: path for place in places for path in sorted((place / "recipe").glob("*.yaml"))}
 
 
+def likely(word: str) -> str:
+    """The option that a word without its key may have been meant for."""
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml") or word in recipes():
+        return f"recipe={word}"
+    if ".py:" in word:
+        return f"reward={word}, or 'environment.tools=[{word}]'"
+    return f"checkpoint={word}" if path.is_dir() else f"task.path={word}" if path.is_file() else "seed=1"
+
+
 def base() -> Recipe:
     """What every run starts from; its choices name a recipe too."""
     return _read(RECIPES / "base.yaml", "base", primary=True)[0]

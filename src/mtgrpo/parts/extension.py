@@ -105,6 +105,8 @@ def find(package: str, name: str, base: type, what: str = "") -> Any:
         if name.endswith(".py"):
             raise ConfigError(f"{name} names a file; name the class in it too, as {name}:Name")
         what = what or package.rpartition(".")[2].removesuffix("s")
+        if what == "task" and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
+            raise ConfigError(f"task={name} names a file: give task=jsonl (or parquet) task.path={name}")
         raise ConfigError(
             f"there is no {what} named {name!r}; {meant(name, known)}known: {', '.join(known)}; or give a class of "
             "your own as path/to/file.py:Name"

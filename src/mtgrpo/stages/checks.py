@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import re
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
 from mtgrpo.config.experiment import LATEST, Experiment
+from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.log import chosen
@@ -24,8 +25,10 @@ from mtgrpo.parallel.launch import read_launch
 from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
+from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
+from mtgrpo.stages.resume import changed_files
 from mtgrpo.stages.trial import (
     is_ours,
     trained_too,
@@ -58,11 +61,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
     begun = begun_from(experiment, folder)
     if begun:
         _refuse_other_training(experiment, begun)
-    notes: list[str] = []
-    for part in experiment.reward.parts:
-        if not is_ours(part) and part.success_at not in (1, experiment.reward.success_at):
-            own = f"success_at={part.success_at:g} of {type(part).__name__} has no effect beside other rewards"
-            notes.append(f"{own}: success is a sum of reward.success_at={experiment.reward.success_at:g}")
+    notes = _without_effect(experiment.reward)
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
     for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
         with _hubs(spared, notes):
@@ -86,7 +85,8 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, tasks)
-            _refuse_other_data(tasks, begun.state if begun else {})
+            if begun:
+                _refuse_other_data(experiment.task, tasks, begun)
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
                 raise ConfigError(
                     f"task.system_prompt has no effect: task {type(experiment.task).__name__} does not use it; make a "
@@ -102,7 +102,20 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             _unlooped(try_condenser(experiment.condenser, task, chat))
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))
+        elif (Path(experiment.model.name) / STATE).is_file():
+            before = read_checkpoint(Path(experiment.model.name), verify=False).state.get("settings", {})
+            notes += changed_files(before)
     return notes
+
+
+def _without_effect(reward: Reward) -> list[str]:
+    """What to say of parts of a reward."""
+    parts = [part for part in reward.parts if not is_ours(part) and part.success_at not in (1, reward.success_at)]
+    return [
+        f"success_at={part.success_at:g} of {type(part).__name__} has no effect beside other rewards: success is a sum "
+        f"of reward.success_at={reward.success_at:g}"
+        for part in parts
+    ]
 
 
 def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True) -> Checkpoint | None:
@@ -134,14 +147,20 @@ def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
         raise ConfigError(f"{found.path}: {other}; leave it so, or begin anew with model.name={found.path} sft.steps=0")
 
 
-def _refuse_other_data(tasks: TaskStream, begun: Mapping[str, Any]) -> None:
+def _refuse_other_data(source: TaskSource, tasks: TaskStream, begun: Checkpoint) -> None:
     """Raise ConfigError where `tasks` are not those with which a run had `begun`."""
-    if "stream" not in begun:
-        return
+    before = begun.state.get("settings", {})
+    usual, name = options("task"), before.get("task", "")
+    if name and type(source).__name__ != (usual[name].__name__ if name in usual else name.rpartition(":")[2]):
+        raise ConfigError(
+            f"{begun.path} is of a run with task={name}, and would go on with {type(source).__name__}: type the words "
+            "with which it began, which its .hydra/overrides.yaml has, and resume=true; or begin anew from its weights "
+            f"with model.name={begun.path} sft.steps=0"
+        )
     try:
-        tasks.load_state_dict(begun["stream"]["tasks"])
+        if "stream" in begun.state:
+            tasks.load_state_dict(begun.state["stream"]["tasks"])
     except ConfigError as error:
-        before = begun.get("settings", {})
         told = ((key, before.get(key, "")) for key in ("task", "task.path", "task.train_files"))
         named = [f"{key}={value}" for key, value in told if value not in ("", "[]")]
         began = f"; that run began with {' '.join(named)}" if named else ""

@@ -50,6 +50,13 @@ def told_of(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
     return told
 
 
+def changed_files(before: Mapping[str, str]) -> list[str]:
+    """What to say of files of somebody's own that are not as in `before`, the settings of a run that is measured."""
+    now = {name: digest for name, digest in extension.digests.items() if name in before}
+    told = "; ".join(differences({name: before[name] for name in now}, now))
+    return [f"other files than the checkpoint was trained with: {told}"] if told else []
+
+
 def settings_of(folder: Path) -> dict[str, str]:
     """Every option of the run in `folder` as text, and a digest of each file of somebody's own that it may use."""
     return read_settings(folder) | extension.digests
