@@ -8,12 +8,14 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.cluster import controller
 from mtgrpo.cluster.controller import Ranks
+from mtgrpo.cluster.keeper import Keeper
 from mtgrpo.cluster.wire import Call, packed
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.launch import slurm
@@ -233,6 +236,7 @@ CONTROLLER = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from mtgrpo.cluster.controller import Ranks
+from mtgrpo.cluster.keeper import Keeper
 from scripted_rank import Config, Trainer
 
 async def main():
@@ -385,3 +389,15 @@ def test_what_a_launcher_starts_says_it_once(words: list[str], fails: bool, told
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert bool(done.returncode) == fails and (done.stdout + done.stderr).count(told) == 1
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_keeper_closes_its_door_once_all_are_in(tmp_path: Path) -> None:
+    keeper = Keeper(lambda: ("127.0.0.1", "node"))
+    door = keeper.door(b"key")
+    log = str(tmp_path / "log")
+    running = asyncio.to_thread(keeper.run, ["json.tool", "--help"], {}, log, 1)
+    code, inside = await asyncio.gather(running, asyncio.to_thread(Client, door, authkey=b"key"))
+    inside.close()
+    assert code == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(door).close()

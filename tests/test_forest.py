@@ -40,6 +40,11 @@ def path_to(forest: Forest, node: int) -> list[int]:
     return path
 
 
+def rows_of(forest: Forest) -> list[list[int]]:
+    """The token rows from root to leaf, depth-first. Duplicates and rows that are a prefix of another are gone."""
+    return [forest.token[path].tolist() for path in forest.leaf_paths()]
+
+
 def spelled(forest: Forest, node: int) -> list[int]:
     return forest.token[path_to(forest, node)].tolist()
 
@@ -51,7 +56,7 @@ def test_a_forest_by_hand() -> None:
     assert forest.depth.tolist() == [0, 0, 1, 2, 2]
     assert forest.subtree_end.tolist() == [1, 5, 5, 4, 5]
     assert [found.tolist() for found in nodes] == [[1, 2, 4], [1, 2, 3], [0], [], [1, 2], [1, 2, 3]]
-    assert forest.paths() == [[4], [5, 6, 7], [5, 6, 8]]
+    assert rows_of(forest) == [[4], [5, 6, 7], [5, 6, 8]]
     assert {tensor.dtype for tensor in (*vars(forest).values(), *nodes)} == {torch.int64}
 
 
@@ -62,7 +67,7 @@ def test_the_forest_is_the_trie_of_the_rows(rows: list[list[int]]) -> None:
     def count(below: dict[int, Any]) -> int:
         return sum(1 + count(further) for further in below.values())
 
-    assert trie(forest.paths()) == trie(rows)
+    assert trie(rows_of(forest)) == trie(rows)
     assert len(forest) == count(trie(rows))
     for row, found in zip(rows, nodes, strict=True):
         assert found.tolist() == (path_to(forest, int(found[-1])) if row else [])
@@ -85,13 +90,13 @@ def test_neither_the_order_of_rows_nor_a_rebuild_changes_the_forest(rows: list[l
     again, nodes_again = build_forest([rows[i] for i in order])
     assert_same(forest, again)
     assert [found.tolist() for found in nodes_again] == [nodes[i].tolist() for i in order]
-    assert_same(forest, build_forest(forest.paths())[0])
+    assert_same(forest, build_forest(rows_of(forest))[0])
 
 
 @pytest.mark.parametrize("token", [255, 256, 65_536, 2**32 - 2])
 def test_tokens_of_any_size(token: int) -> None:
     forest, nodes = build_forest([[token, 1], [token + 1], [token], [1, token]])
-    assert forest.paths() == [[1, token], [token, 1], [token + 1]]
+    assert rows_of(forest) == [[1, token], [token, 1], [token + 1]]
     assert [found.tolist() for found in nodes] == [[2, 3], [4], [2], [0, 1]]
 
 
@@ -142,7 +147,7 @@ def test_siblings_share_their_prompt_and_what_they_sampled_alike() -> None:
     first = Trajectory(TASK, turns=[turn([1, 2], [3, 4], -1), turn([5], [6], 0), turn([7], [8], -1)])
     second = Trajectory(TASK, turns=[turn([1, 2], [3, 9], -1)])
     batch = build_batch([first, second])
-    assert batch.forest.paths() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [7, 8]]
+    assert rows_of(batch.forest) == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [7, 8]]
     assert batch.node.tolist() == [2, 3, 5, 8, 2, 6]  # both sampled node 2: one node, two entries
     assert batch.token.tolist() == [3, 4, 6, 8, 3, 9]
     assert batch.trajectory.tolist() == [0, 0, 0, 0, 1, 1]
@@ -169,7 +174,7 @@ def test_entries_are_the_sampled_tokens_after_their_whole_context(trajectories: 
     whole = [
         trajectory.context(i) + one.output for trajectory in trajectories for i, one in enumerate(trajectory.turns)
     ]
-    assert trie(batch.forest.paths()) == trie(whole)
+    assert trie(rows_of(batch.forest)) == trie(whole)
 
 
 @given(trajectories())
@@ -194,7 +199,7 @@ def test_chains_that_take_turns_keep_a_row_each_and_a_branch_begins_another() ->
     batch = build_batch([trajectory])
     assert batch.segment.tolist() == [0, 1, 0, 1, 2]
     assert trajectory.segments == 3
-    assert batch.forest.paths() == [[1, 2, 3, 4], [1, 2, 5, 5], [9, 8, 7, 6]]
+    assert rows_of(batch.forest) == [[1, 2, 3, 4], [1, 2, 5, 5], [9, 8, 7, 6]]
 
 
 @given(trajectories())
@@ -248,7 +253,7 @@ def test_a_batch_is_cut_throughout_or_not_at_all() -> None:
 def test_a_batch_of_nothing() -> None:
     for trajectories in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], -1)])]):
         batch = build_batch(trajectories)
-        assert (len(batch), len(batch.forest), batch.forest.paths()) == (0, 0, [])
+        assert (len(batch), len(batch.forest), rows_of(batch.forest)) == (0, 0, [])
         assert batch.node.dtype == batch.token.dtype == batch.trajectory.dtype == batch.turn.dtype == torch.int64
 
 

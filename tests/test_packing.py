@@ -12,6 +12,7 @@ from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack, visits
 from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from test_forest import rows_of
 
 TASK = Task("test/0", (Message("user", "?"),))
 COST = Cost(token=10.0, pair=1.0, read=40.0)
@@ -117,7 +118,7 @@ def test_only_what_is_needed_is_computed_within_the_budget(
         paths = computed_paths(micro)
         read = {paths[parent] for parent in micro.parent.tolist()}
         if micro.forest is not None:
-            local = build_forest(micro.forest.paths())[0]  # it is the forest of its rows: numbering and all
+            local = build_forest(rows_of(micro.forest))[0]  # it is the forest of its rows: numbering and all
             for name, values in vars(local).items():
                 assert values.tolist() == getattr(micro.forest, name).tolist(), name
             assert micro.ids.tolist() == [micro.forest.token.tolist()]

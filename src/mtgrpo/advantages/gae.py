@@ -56,11 +56,14 @@ class GAE(AdvantageEstimator, gamma=">= 0 and <= 1", lam=">= 0 and <= 1"):
         )
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        if values is None:
-            return Assigned(self._without_critic(rewards, algorithm)[rewards.turn])
         gamma, lam = self.discounts
         centre = algorithm.baseline(rewards.totals(), rewards.group).centre
-        trajectory, per_step = replace(rewards, outcome=rewards.outcome - centre).steps(self.level)
+        relative = replace(rewards, outcome=rewards.outcome - centre)
+        if values is None:
+            trajectory, per_step = relative.steps(Level.turn)
+            advantage = discounted_sums(per_step, trajectory, gamma * lam)
+            return Assigned((advantage / algorithm.baseline(advantage, rewards.group[trajectory]).scale)[rewards.turn])
+        trajectory, per_step = relative.steps(self.level)
         turn, first = rewards.turn, is_first(rewards.turn)
         state = values
         if self.level is Level.turn:
@@ -72,12 +75,3 @@ class GAE(AdvantageEstimator, gamma=">= 0 and <= 1", lam=">= 0 and <= 1"):
         if self.level is Level.token:
             return Assigned(advantage, target)
         return Assigned(advantage[turn], target[turn].masked_fill(~first, math.nan))
-
-    def _without_critic(self, rewards: Rewards, algorithm: Algorithm) -> Tensor:
-        """The advantage of each turn [turns]."""
-        gamma, lam = self.discounts
-        trajectory = rewards.trajectory
-        centre = algorithm.baseline(rewards.totals(), rewards.group).centre
-        final = (rewards.outcome - centre)[trajectory] * rewards.last_turn
-        advantage = discounted_sums(rewards.turn_sums() + final, trajectory, gamma * lam)
-        return advantage / algorithm.baseline(advantage, rewards.group[trajectory]).scale

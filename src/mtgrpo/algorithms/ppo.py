@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.algorithms import Baseline, Tensor
-from mtgrpo.algorithms.grpo import ClippedSurrogate, group_mean
-from mtgrpo.algorithms.reinforce_pp import whiten
+from mtgrpo.algorithms import Tensor
+from mtgrpo.algorithms.grpo import ClippedSurrogate
+from mtgrpo.algorithms.reinforce_pp import OptionalBaseline, whiten
 
 
 @dataclass
-class PPO(ClippedSurrogate, value_coef="> 0", value_clip=">= 0"):
+class PPO(ClippedSurrogate, OptionalBaseline, value_coef="> 0", value_clip=">= 0"):
     """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: advantage=gae, model.value_head=true.
 
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
@@ -24,15 +24,7 @@ class PPO(ClippedSurrogate, value_coef="> 0", value_clip=">= 0"):
 
     value_coef: float = 0.5  # weight of the value loss
     value_clip: float = 0.2  # clip range of a value around its old one; 0 = no clip
-    group_baseline: bool = False  # rewards relative to the mean of the group, as GRPO's
     whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
-
-    @property
-    def compares_siblings(self) -> bool:
-        return self.group_baseline
-
-    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        return Baseline(group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         return whiten(advantage) if self.whiten else advantage

@@ -37,10 +37,6 @@ class Forest:
     def __len__(self) -> int:
         return len(self.token)
 
-    def paths(self) -> list[list[int]]:
-        """The token rows from root to leaf, depth-first. Duplicates and rows that are a prefix of another are gone."""
-        return [self.token[path].tolist() for path in self.leaf_paths()]
-
     def leaf_paths(self) -> Iterator[Tensor]:
         """The node numbers [length] int64 from root to leaf, one path for each leaf, depth-first."""
         path, start, after = torch.empty(0, dtype=torch.long), 0, torch.arange(1, len(self) + 1)

@@ -62,11 +62,10 @@ class MicroBatch:
         """Its own tokens, which are not given."""
         return self.ids.numel() - self.given
 
-    def unread(self, cost: Cost) -> MicroBatch:
-        """The same nodes with nothing to be read from them."""
+    def unread(self) -> MicroBatch:
+        """The same nodes with nothing to be read from them; `cost` stays that of reading too."""
         kept = None if self.kept is None else replace(self.kept, number=NONE)
-        rest = self.cost - cost.read * len(self.parent.unique())
-        return replace(self, parent=NONE, token=NONE, entries=NONE, target=NONE, kept=kept, cost=rest)
+        return replace(self, parent=NONE, token=NONE, entries=NONE, target=NONE, kept=kept)
 
 
 def visits(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
@@ -199,7 +198,7 @@ def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
 def empty_like(micro: MicroBatch) -> MicroBatch:
     """A micro-batch with nothing to compute, laid out like another."""
     forest = None if micro.forest is None else micro.forest.subset(NONE)
-    return MicroBatch(NONE[None], NONE[None], forest, kept=micro.unread(Cost(0, 0, 0)).kept)
+    return MicroBatch(NONE[None], NONE[None], forest, kept=micro.unread().kept)
 
 
 _Places = tuple[list[MicroBatch], Tensor, Tensor]

@@ -80,7 +80,8 @@ class Keeper:
 
         The numbers of so many `connections`, which come in by the door, are added to the words.
         """
-        inside = [self._door.accept() for _ in range(connections)] if self._door else []
+        with self._door or contextlib.nullcontext() as door:
+            inside = [door.accept() for _ in range(connections)] if door else []
         for one in inside:
             send_at_once(one.fileno())
         environment = {**os.environ, **variables}

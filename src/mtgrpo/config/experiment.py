@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from abc import ABC
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -344,4 +345,4 @@ class Experiment:
 def groups() -> dict[str, type]:
     """The option groups, in the order of the Experiment's fields, with the base class of their options."""
     hints = get_type_hints(Experiment)
-    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and inspect.isabstract(hint)}
+    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and ABC in hint.__bases__}

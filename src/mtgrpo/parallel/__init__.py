@@ -4,9 +4,9 @@ One file = one way to share it: settings alone, which `policy/layouts` carries o
 and which sample.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part
@@ -16,10 +16,7 @@ from mtgrpo.parts import Part
 class Parallel(Part, ABC):
     """Base of all ways in which several processes train one policy."""
 
-    @property
-    @abstractmethod
-    def divides(self) -> bool:
-        """Whether weights, gradients and moments are divided among the ranks; else each has them whole."""
+    divides: ClassVar[bool] = False  # whether ranks share out weights, gradients and moments; else each has them whole
 
     @property
     def name(self) -> str:

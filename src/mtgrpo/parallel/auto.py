@@ -8,7 +8,3 @@ from mtgrpo.parallel import Parallel
 @dataclass
 class AutoParallel(Parallel):
     """As accelerate launch says; else ddp where each device holds the whole model, and fsdp2 where not."""
-
-    @property
-    def divides(self) -> bool:
-        return False

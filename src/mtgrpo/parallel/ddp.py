@@ -8,7 +8,3 @@ from mtgrpo.parallel import Parallel
 @dataclass
 class DDP(Parallel):
     """Every rank has the whole model; gradients are summed once an optimiser step."""
-
-    @property
-    def divides(self) -> bool:
-        return False

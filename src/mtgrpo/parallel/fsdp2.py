@@ -9,10 +9,8 @@ from mtgrpo.parallel import Parallel
 class FSDP2(Parallel):
     """Weights, gradients and moments are divided among the ranks, by torch (`fully_shard`, arXiv:2304.11277)."""
 
+    divides = True
+
     # true: a layer's weights are put together for each pass and divided again, the least memory; false: weights and
     # gradients are whole during an optimiser step, less to send; null: false where memory has room for that
     reshard: bool | None = None
-
-    @property
-    def divides(self) -> bool:
-        return True

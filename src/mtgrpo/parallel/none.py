@@ -8,7 +8,3 @@ from mtgrpo.parallel import Parallel
 @dataclass
 class NoParallel(Parallel):
     """One process trains, on a CPU or one GPU."""
-
-    @property
-    def divides(self) -> bool:
-        return False

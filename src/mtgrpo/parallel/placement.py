@@ -15,7 +15,7 @@ from mtgrpo.parallel.none import NoParallel
 from mtgrpo.parallel.zero3 import Zero3
 from mtgrpo.runtime.resources import threads_each
 
-PRECISIONS = {"bf16": ("bfloat16",), "fp16": ("float16",)}  # of accelerate, and what model.dtype must be then
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # of accelerate, and what model.dtype must be then
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,9 @@ class Placement:
     def settled(self, devices: Devices, launched: bool) -> Devices:
         """`devices` with what was left open. launched: the ranks were, and each knows its GPU."""
         train = Role(self.ranks, None if launched or not self.train else [*self.train])
-        apart = self.rollout and not self.shared
-        rollout = Role(ids=[*self.rollout]) if apart else devices.rollout
-        on_gpus = self.reference and self.train
-        return replace(
-            devices,
-            train=train,
-            rollout=rollout,
-            reference=Role(ids=[*self.reference]) if on_gpus else devices.reference,
-        )
+        rollout = Role(ids=[*self.rollout]) if self.rollout and not self.shared else devices.rollout
+        reference = Role(ids=[*self.reference]) if self.reference and self.train else devices.reference
+        return replace(devices, train=train, rollout=rollout, reference=reference)
 
 
 def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
@@ -151,7 +145,7 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
     most: GPUs that the engine can use, None = any number, 0 = it is elsewhere.
     Raises ConfigError.
     """
-    asked, wanted = devices.train.count, devices.rollout.count or None
+    asked, wanted = devices.train.count, devices.rollout.count
     if launch.ranks > 1 and asked not in (None, launch.ranks):
         raise ConfigError(
             f"devices.train asks for {asked} ranks, and the launcher started WORLD_SIZE={launch.ranks}: leave "
@@ -166,7 +160,7 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
         ids = getattr(devices, role).ids or ()
         if beyond := [number for number in ids if number >= gpus]:
             raise ConfigError(f"devices.{role}.ids={[*ids]}: there is no GPU {beyond[0]}, the last is {gpus - 1}")
-    train = _training(devices, launch, gpus, alone, wanted, ahead and most is None)
+    train = _training(devices, launch, gpus, alone, ahead and most is None)
     rollout = _sampling(devices, train, gpus, ahead and (launch.ranks > 1 or bool(asked) or not alone), most)
     if ahead and devices.rollout.ids and (both := sorted({*train} & {*rollout})):
         raise ConfigError(
@@ -185,9 +179,7 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
     return Placement(ranks, train, rollout, reference)
 
 
-def _training(
-    devices: Devices, launch: Launch, gpus: int, alone: bool, wanted: int | None, splits: bool
-) -> tuple[int, ...]:
+def _training(devices: Devices, launch: Launch, gpus: int, alone: bool, splits: bool) -> tuple[int, ...]:
     """The GPU of each rank of this machine. splits: without a word of either half of them samples."""
     if launch.ranks > 1:
         if devices.train.ids:
@@ -202,10 +194,10 @@ def _training(
         return tuple(range(launch.local or min(launch.ranks, gpus)))
     if devices.train.ids:
         return tuple(devices.train.ids)
-    sampling, referring = devices.rollout.ids or (), devices.reference
-    every = sorted(range(gpus), key=lambda number: number in (*sampling, *(referring.ids or ())))
+    sampling, referring = devices.rollout, devices.reference
+    every = sorted(range(gpus), key=lambda number: number in (*(sampling.ids or ()), *(referring.ids or ())))
     free = gpus - (referring.count or 0)
-    rest = free - (len(sampling) or wanted or (free // 2 if splits else 0))
+    rest = free - (sampling.count or (free // 2 if splits else 0))
     count = devices.train.num or (1 if alone else max(1, rest))
     if count > gpus:
         raise ConfigError(f"devices.train.num={count}: this machine has {gpus} GPUs; set {gpus} or less")
@@ -292,11 +284,11 @@ def _agreed(parallel: Parallel, launch: Launch, ranks: int) -> Parallel:
 def _check_accelerate(experiment: Any, launch: Launch, gpus: int) -> None:
     """Raise ConfigError where accelerate's file and settings of the run contradict one another."""
     dtype = experiment.model.dtype.value
-    wanted = PRECISIONS.get(launch.precision, (dtype,))
-    if dtype not in wanted and not (dtype == "auto" and gpus and launch.precision == "bf16"):
+    wanted = PRECISIONS.get(launch.precision, dtype)
+    if dtype != wanted and not (dtype == "auto" and gpus and launch.precision == "bf16"):
         raise ConfigError(
             f"accelerate launch says mixed_precision={launch.precision}, and model.dtype={dtype}"
-            f"{'' if gpus or dtype != 'auto' else ', which is float32 on a CPU'}: set model.dtype={wanted[0]}, or "
+            f"{'' if gpus or dtype != 'auto' else ', which is float32 on a CPU'}: set model.dtype={wanted}, or "
             'mixed_precision: "no"'
         )
     norm = experiment.optimizer.max_grad_norm

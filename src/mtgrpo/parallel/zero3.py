@@ -29,11 +29,9 @@ OURS: dict[str, tuple[str, tuple[Any, ...]]] = {
 class Zero3(Parallel):
     """Weights, gradients and moments are divided among the ranks, by DeepSpeed (ZeRO-3, arXiv:1910.02054)."""
 
-    deepspeed_config: File = ""  # a file of DeepSpeed's own settings of stage 3; "": its defaults, or accelerate's file
+    divides = True
 
-    @property
-    def divides(self) -> bool:
-        return True
+    deepspeed_config: File = ""  # a file of DeepSpeed's own settings of stage 3; "": its defaults, or accelerate's file
 
     def check_ranks(self, experiment: Any, ranks: int) -> None:
         """See `Parallel.check_ranks`; DeepSpeed and the file of its settings must be there."""

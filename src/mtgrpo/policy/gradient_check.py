@@ -51,11 +51,10 @@ class _Probe:
     ) -> None:
         self.weights = _first_weights(model)  # by name, detached
         self._scorer = Scorer(model)
-        self._cost = flops_of(model)
         self._scale = FLOAT16_SCALE if computes_in(model) is torch.float16 else 1.0
         batch = _tree(context.tolist())
         self._count = len(batch)
-        (self._packing,) = pack(batch, torch.arange(len(batch)), budget, self._cost, layout)
+        (self._packing,) = pack(batch, torch.arange(len(batch)), budget, flops_of(model), layout)
 
     def __call__(self, weights: dict[str, Tensor], grad: bool = True) -> _Result:
         """Log-probabilities [entries] in fp64 at `weights`, and the gradient of their mean, 0 without `grad`."""
@@ -65,7 +64,7 @@ class _Probe:
             for micro, prefix, step in passes(self._packing.micro_batches):
                 if step is Pass.keys:
                     with torch.no_grad():
-                        self._scorer(micro.unread(self._cost), 1.0, prefix)
+                        self._scorer(micro.unread(), 1.0, prefix)
                 elif step is Pass.loss:
                     scores = self._scorer(micro, 1.0, prefix)
                     logp[micro.entries] = scores.logp.detach().double().cpu()[micro.target]

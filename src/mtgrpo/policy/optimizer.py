@@ -131,18 +131,16 @@ class Optimizer:
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             parts = {
-                number: {name: _part(value, weights[number]) for name, value in moments.items()}
+                number: {  # what is no moment is the same everywhere
+                    name: part_like(value, weights[number]) if isinstance(value, Tensor) else value
+                    for name, value in moments.items()
+                }
                 for number, moments in saved.items()
             }
             optimizer.load_state_dict({"state": parts, "param_groups": optimizer.state_dict()["param_groups"]})
         self._steps = state["steps"]
         if state["scaler"]:  # else it was saved in another dtype
             self._scaler.load_state_dict(state["scaler"])
-
-
-def _part(value: Any, weight: Tensor) -> Any:
-    """What this rank has of a moment of `weight`; what is no moment is the same everywhere."""
-    return part_like(value, weight) if isinstance(value, Tensor) else value
 
 
 def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:

@@ -212,7 +212,7 @@ class Policy:
             with self.profiler.measure("backward" if step is Pass.backward else "forward"), explained("training"):
                 if step is Pass.keys:
                     with torch.no_grad():
-                        self.scorer(micro.unread(self._cost), self._temperature, prefix)
+                        self.scorer(micro.unread(), self._temperature, prefix)
                 elif step is Pass.loss:
                     prefix.loss = self.optimizer.scaled(self._weighted(micro, prefix, weights, loss, sums))
                 else:

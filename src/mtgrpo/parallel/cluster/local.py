@@ -8,7 +8,3 @@ from mtgrpo.parallel.cluster import Cluster
 @dataclass
 class OneMachine(Cluster):
     """This machine, or those on which torchrun and the like start the run."""
-
-    @property
-    def places(self) -> bool:
-        return False
