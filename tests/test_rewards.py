@@ -246,6 +246,16 @@ def test_what_cannot_be_composed_is_refused(of: Any, message: str) -> None:
         Composed(of=of)
 
 
+def test_what_a_long_answer_costs_leaves_it_no_success_which_is_told() -> None:
+    said = Composed(of=["numeric", "length"]).note(False)
+    assert (
+        said == "a right answer that reward length takes something from is no success: set reward.success_at lower, "
+        "such as 0.5"
+    )
+    assert not Composed(of=["numeric", "length"], success_at=0.5).note(False)
+    assert not Composed(of=["numeric", "format"]).note(False)
+
+
 def test_what_the_environment_pays_is_counted_once() -> None:
     """In the turns that it was paid for; the reward of the whole shows the sum."""
     group = Group(TASK, [paid(1.0, 0.0, 2.0), paid(0.0, 0.0, 0.5)])

@@ -531,6 +531,12 @@ def test_a_run_whose_filter_leaves_nothing_to_learn_from_ends(tmp_path: Path) ->
     assert "stopped after step 2: trainer.idle_steps=2: there was nothing to learn from" in notes
 
 
+def test_any_seed_will_do(tmp_path: Path) -> None:
+    for seed in (2 * 10**13, -(10**13)):
+        ran(tmp_path / str(seed), f"seed={seed}", "sft.steps=0", "trainer.steps=1", ENDING)
+        assert summary(tmp_path / str(seed))["train/steps"] == 1
+
+
 def test_the_learning_rate_falls_where_steps_had_nothing_to_train_too(tmp_path: Path) -> None:
     late = "from mtgrpo.rewards import Reward\n\nclass Late(Reward):\n    def reward(self, trajectory):\n"
     late += "        *_, split, number = trajectory.task.id.split('/')\n"

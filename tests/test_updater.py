@@ -459,6 +459,14 @@ def test_values_are_learnt() -> None:
     assert values[-1] < values[0] / 4
 
 
+def test_the_value_loss_that_is_told_is_the_mean_over_states_whatever_tokens_weigh() -> None:
+    told = []
+    for average in (Average.token_mean, Average.constant):
+        learning = UpdateConfig(PPO(value_clip=0, average=average), GAE(), length=7)
+        told.append(updates(learning)[0][0]["value_loss"])
+    assert told[0] > 0 and told[1] == pytest.approx(told[0], rel=1e-9)
+
+
 def test_an_entropy_bonus_raises_the_entropy() -> None:
     bonus = UpdateConfig(GRPO(entropy_coef=1.0), WholeTrajectory(), updates=Updates(0, 5), length=7)
     same = [replace(t, reward=0.0, turn_rewards=[]) for t in TRAJECTORIES]

@@ -8,7 +8,7 @@ from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
 
 
 @dataclass
-class SAPO(GroupRelative, tau_positive="> 0", tau_negative="> 0"):
+class SAPO(GroupRelative, tau_positive="> 0 and <= 40", tau_negative="> 0 and <= 40"):
     """SAPO (arXiv:2511.20347).
 
     L_t = -A (4 / tau) sigmoid(tau (rho_t - 1)),   tau = tau_positive where A > 0, else tau_negative

@@ -1,5 +1,6 @@
 """What one rollout batch trains: advantages, corrections and the loss of every token, update by update."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -64,6 +65,7 @@ class Objective:
         self._kept: Tensor | None = None  # bool, by entropy
         self._first = True  # whether the update that has begun is the first of the batch
         self._sequence: Tensor | None = None  # of that update, what `Tokens.sequence` is taken from
+        self._share = nothing.sum()  # of that update, of all its tokens
         self._state_weight = nothing  # of that update, what makes the sum over the states of a trajectory their mean
 
     def prepare(self, rewards: Rewards, seed: int, evidence: GroupEvidence | None) -> CooperativeTask[None]:
@@ -104,7 +106,8 @@ class Objective:
             self._weight[entries] = learning.correction.weights(logp, behaviour_logp, batch.trajectory[entries])
         if algorithm.top_entropy < 1 and len(entries):
             entropy = _of_contexts(batch, self._before.entropy, entries)
-            self._kept = entropy >= torch.quantile(entropy[entries], 1 - algorithm.top_entropy)
+            place = math.ceil(round((len(entries) - 1) * (1 - algorithm.top_entropy), 6))  # of torch.quantile's
+            self._kept = entropy >= entropy[entries].kthvalue(place + 1).values  # which takes 2^24 numbers at most
 
     def _with_gradient(self, rewards: Rewards) -> Tensor:
         """Which tokens are computed: those of trajectories with a gradient, whole; [tokens] bool."""
@@ -137,6 +140,7 @@ class Objective:
         if self._target is not None:
             states = max(1, int(self._target[entries].isfinite().sum()))
             self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
+            self._share = weights[entries].sum()  # by which metrics are divided
         algorithm = self._learning.algorithm
         if not algorithm.needs_sequence_ratio:
             return
@@ -183,7 +187,7 @@ class Objective:
         if self._target is not None:
             value_loss = self._value_loss(self._target[entries], entries, scores)
             loss = loss + value_loss
-            metrics["value_loss"] = value_loss.detach()
+            metrics["value_loss"] = value_loss.detach() * self._share.to(value_loss)
         if not self._first:
             ratio = tokens.log_ratio.detach().exp()
             metrics |= {"ratio": ratio, "squared_ratio": ratio.square()}

@@ -119,7 +119,7 @@ async def learn(
     began = time.perf_counter()
     batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
     run.trainer.train_s += time.perf_counter() - began
-    metrics = await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)
+    metrics = await run.trainer.update(batch, rewards, step - 1, (experiment.seed * 1_000_003 + step) % 2**62, evidence)
     if keep:
         keep([t for group in compared for t in group.trajectories], batch, run.trainer.take_record())
     return metrics | {"batch/shared": batch.shared}
