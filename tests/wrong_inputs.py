@@ -128,7 +128,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
             "recipe=[jsonl,other_tool.yaml] task.path=good.jsonl environment.tools=[own.py:adds]",
             "task.examples calls adds(a): adds has no argument 'a'; its arguments: of; correct it",
         ),
-        ("task=jsonl task.path=tables/good.csv sft.steps=0", "< tables/good.csv > tables/good.jsonl"),
+        ("task=jsonl task.path=tables/good.csv sft.steps=0", "tables/good.csv > "),
         (
             "task=jsonl [good.jsonl,",
             "cannot read '[good.jsonl,': options are key=value, such as seed=1; a list is one word",

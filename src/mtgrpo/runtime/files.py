@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -110,6 +111,22 @@ def read_last_lines(path: Path, size: int) -> list[bytes]:
         file.seek(start)
         lines = file.read(size).split(b"\n")
     return lines[1 if start else 0 : -1]  # the first may be cut, the last is being written
+
+
+def refuse_other_format(path: Path, first: bytes) -> None:
+    """Raise ConfigError, by the first line of a file, where it is none of lines of JSON."""
+    if path.suffix == ".csv":
+        program = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        names = f"< {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
+        raise ConfigError(f'{path} is no JSON: python -c "{program}" {names}')
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        cure = f"iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"
+        raise ConfigError(f"{path} is text in UTF-16, lines of JSON are UTF-8: {cure}")
+    if first.startswith(b"\x1f\x8b"):
+        raise ConfigError(f"{path} is compressed: gunzip -c {path} > new.jsonl")
+    begun = first.strip()
+    if begun.startswith(b"[") and (not begun.endswith(b"]") or len(first) == path.stat().st_size):
+        raise ConfigError(f"{path} is one JSON array, in place of an object per line: jq -c '.[]' {path} > new.jsonl")
 
 
 def parse_json(text: bytes, where: str) -> Any:

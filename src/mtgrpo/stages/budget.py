@@ -81,10 +81,13 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     plan, own = _planned(command, composed.experiment), untried(composed.experiment, command in ("train", "sft"))
     notes = composed.experiment.notes if command == "train" else []
     lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
-    if command in ("train", "sft") and (found := begun_from(composed.experiment, folder, verify=False)):
+    found = begun_from(composed.experiment, folder, verify=False) if command in ("train", "sft") else None
+    if found:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
-        lines += [f"it would go on from {found.path}", *told_of(found, now)]
+        lines += [f"it would go on from {found.path}, after step {found.step}", *told_of(found, now)]
+    elif composed.experiment.resume and command in ("train", "sft"):
+        lines.append(f"there is no checkpoint in {folder} yet: it would begin at the start")
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)
     return "\n".join([*lines, *_first_prompt(composed.experiment), "--cfg job prints every setting"])

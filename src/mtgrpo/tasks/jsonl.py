@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,10 +193,6 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
 
     def _files_at(self, name: str, option: str) -> list[Path]:
         path = Path(name).expanduser().absolute()
-        if path.is_file() and path.suffix == ".csv" and self.suffix == ".jsonl":
-            program = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
-            ends = f"< {shlex.quote(name)} > {shlex.quote(str(Path(name).with_suffix('.jsonl')))}"
-            raise ConfigError(f'{option}: {name} is no JSON: python -c "{program}" {ends}')
         files = [path] if path.is_file() else sorted(path.glob(f"*{self.suffix}"))
         if not name or not files:
             where = f"{name!r} ({path}){beside(path)}"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from, shown
 from mtgrpo.parts import Text
-from mtgrpo.runtime.files import open_pyarrow, parse_object, read_line, read_lines
+from mtgrpo.runtime.files import open_pyarrow, parse_object, read_line, read_lines, refuse_other_format
 from mtgrpo.runtime.hub import refuse_unloadable
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tasks import IndexedStream, Split, held_out, user
@@ -115,7 +115,7 @@ class JsonlRows(Rows):
         for number, path in enumerate(files):
             for line in read_lines(path):
                 if line.number == 1:
-                    _refuse_other_format(path, line.text)
+                    refuse_other_format(path, line.text)
                 if not line.text.isspace():
                     self._file_of.append(number)
                     self._offset_of.append(line.offset)
@@ -134,18 +134,6 @@ class JsonlRows(Rows):
         """Every row in order; reads the files once."""
         lines = (line for path, _ in self._files for line in read_lines(path) if not line.text.isspace())
         return (functools.partial(parse_object, line.text, self.where(i)) for i, line in enumerate(lines))
-
-
-def _refuse_other_format(path: Path, first: bytes) -> None:
-    """Raise ConfigError, by the first line of a file, where it is none of lines of JSON."""
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        cure = f"iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"
-        raise ConfigError(f"{path} is text in UTF-16, lines of JSON are UTF-8: {cure}")
-    if first.startswith(b"\x1f\x8b"):
-        raise ConfigError(f"{path} is compressed: gunzip -c {path} > new.jsonl")
-    begun = first.strip()
-    if begun.startswith(b"[") and (not begun.endswith(b"]") or len(first) == path.stat().st_size):
-        raise ConfigError(f"{path} is one JSON array, in place of an object per line: jq -c '.[]' {path} > new.jsonl")
 
 
 _BY_NAME = ("arguments", "parameters", "calls")  # of calls, of tools, of accepted ones: keys differ from one to another
