@@ -28,10 +28,13 @@ class Composed(OfRewards):
         self.judges_turns = any(part.judges_turns for part in self._parts.values())
 
     def note(self, divide_by_std: bool) -> str:
-        costs = [name for name, part in self._parts.items() if isinstance(part, Length)]
-        told = f"a right answer that reward {costs[0]} takes something from is no success" if costs else ""
-        told = told and self.success_at >= 1 and f"{told}: set reward.success_at lower, such as 0.5"
-        return "; ".join(filter(None, (super().note(divide_by_std), told)))
+        told = [super().note(divide_by_std)]
+        if self.success_at >= 1 and (costs := [name for name, part in self._parts.items() if isinstance(part, Length)]):
+            told.append(
+                f"a right answer that reward {costs[0]} takes something from is no success: set reward.success_at lower, "
+                "such as 0.5"
+            )
+        return "; ".join(filter(None, told))
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
         return [s if isinstance(s, Exception) else self._sum(s) for s in await self.part_scores(siblings)]
