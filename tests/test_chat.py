@@ -218,6 +218,30 @@ def conversations(
 
 
 @pytest.mark.parametrize("name", EXACT + STRIPPING + TOOLLESS)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_contexts_part_where_reading_both_says_so(name: str, data: st.DataObject) -> None:
+    messages = data.draw(conversations(name, nasty))
+    tools = [CALCULATOR] if name not in TOOLLESS else []
+    counts = [count for count, message in enumerate(messages, 1) if message.role == "user"]
+    assert chat_of(name).shared(messages, counts, tools) == Chat.shared(chat_of(name), messages, counts, tools)
+
+
+def test_where_contexts_part_is_found_without_reading_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, read, encode = [USER, ANSWER] * 50, 0, SafeTokenizer.encode_with_spans
+
+    def counted(self: SafeTokenizer, text: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        nonlocal read
+        read += len(text)
+        return encode(self, text, continues)
+
+    monkeypatch.setattr(SafeTokenizer, "encode_with_spans", counted)
+    monkeypatch.setattr(SafeTokenizer, "encode", lambda self, text: self.encode_with_spans(text)[0])
+    chat_of("chatml").shared(messages, range(1, 100, 2), [])
+    assert read < 3 * len(decode(chat_of("chatml").open(messages, [])))
+
+
+@pytest.mark.parametrize("name", EXACT + STRIPPING + TOOLLESS)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_turns_extend_one_another_as_the_template_writes_them(name: str, data: st.DataObject) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,6 +126,17 @@ class TemplateChat(Chat):
             )
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._safe.encode(self._template.render(messages, tools, prompt=True))
+
+    def shared(self, messages: Sequence[Message], counts: Sequence[int], tools: Sequence[ToolSpec]) -> list[int]:
+        text = self._template.render(messages, tools, prompt=True)
+        tokens, spans = self._safe.encode_with_spans(text)
+        fences = [0, *(index for index, token in enumerate(tokens) if token in self._safe.fences)]
+        ends, found = [0, *(spans[index][1] for index in fences[1:])], list[int]()
+        for part in self._template.render_begun(messages, counts, tools):
+            start = fences[bisect_right(ends, shared_length(text, part)) - 1]
+            rest = part[spans[start][0] if start else 0 :]
+            found.append(start + shared_length(tokens[start:], self._safe.encode(rest)))
+        return found
 
     def extend(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
