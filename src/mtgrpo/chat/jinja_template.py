@@ -58,8 +58,7 @@ class Template:
     ) -> Iterator[str]:
         """As `render`, so many of the first `messages` for each of `counts`."""
         written, offered = [self._as_dict(message) for message in messages], list(map(self._safe.escape_tool, tools))
-        for count in counts:
-            yield self._render(written[:count], offered, prompt)
+        return (self._render(written[:count], offered, prompt) for count in counts)
 
     def _render(self, written: Sequence[dict[str, Any]], offered: Sequence[dict[str, Any]], prompt: bool) -> str:
         try:

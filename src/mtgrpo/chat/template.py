@@ -72,8 +72,7 @@ class TemplateChat(Chat):
     """Any tokenizer with a jinja chat template.
 
     The template is rendered for whole conversations only. For single turns its pieces are learned once per shape
-    (roles, and which fields are empty) and joined; where the fixed text depends on contents, or there are many
-    messages, the template is rendered.
+    (roles, and which fields are empty) and joined; of many, or where it depends on contents, the text is rendered.
     """
 
     def __init__(self, tokenizer: Any, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
@@ -134,8 +133,8 @@ class TemplateChat(Chat):
         ends, found = [0, *(spans[index][1] for index in fences[1:])], list[int]()
         for part in self._template.render_begun(messages, counts, tools):
             start = fences[bisect_right(ends, shared_length(text, part)) - 1]
-            rest = part[spans[start][0] if start else 0 :]
-            found.append(start + shared_length(tokens[start:], self._safe.encode(rest)))
+            begun = self._safe.encode(part[spans[start][0] :] if start else part)
+            found.append(start + shared_length(tokens[start:], begun))
         return found
 
     def extend(
