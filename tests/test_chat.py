@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,6 +215,30 @@ def conversations(
         messages.append(Message("assistant", content, reasoning, tuple(made)))
         messages += [Message("tool", draw(text), name="calculator") for _ in made] or [Message("user", draw(text))]
     return messages
+
+
+@pytest.mark.parametrize("name", EXACT + STRIPPING + TOOLLESS)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_contexts_part_where_reading_both_says_so(name: str, data: st.DataObject) -> None:
+    messages = data.draw(conversations(name, nasty))
+    tools = [CALCULATOR] if name not in TOOLLESS else []
+    counts = [count for count, message in enumerate(messages, 1) if message.role == "user"]
+    assert chat_of(name).shared(messages, counts, tools) == Chat.shared(chat_of(name), messages, counts, tools)
+
+
+def test_where_contexts_part_is_found_without_reading_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, read, encode = [USER, ANSWER] * 50, 0, SafeTokenizer.encode_with_spans
+
+    def counted(self: SafeTokenizer, text: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        nonlocal read
+        read += len(text)
+        return encode(self, text, continues)
+
+    monkeypatch.setattr(SafeTokenizer, "encode_with_spans", counted)
+    monkeypatch.setattr(SafeTokenizer, "encode", lambda self, text: self.encode_with_spans(text)[0])
+    chat_of("chatml").shared(messages, range(1, 100, 2), [])
+    assert read < 3 * len(decode(chat_of("chatml").open(messages, [])))
 
 
 @pytest.mark.parametrize("name", EXACT + STRIPPING + TOOLLESS)
@@ -674,6 +699,39 @@ def test_a_turn_that_ends_with_the_next_role_is_not_extended() -> None:
     chat = chat_of("glm4moe_training")  # ends a call with <|observation|> and an answer with <|user|>
     assert chat.extend([USER, CALL], [REPLY, USER], [CALCULATOR]) is None
     assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None
+
+
+def test_many_replies_are_rendered_instead_of_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, rendered = with_template(source("qwen2_5")), 0
+    render = PreTrainedTokenizerFast.apply_chat_template
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal rendered
+        rendered += 1
+        return render(*given, **named)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", counted)
+    for count in (1, 4, 5, 64):
+        call = Message("assistant", "", "", (ADD,) * count)
+        replies = [Message("tool", "3" * (number % 2), name="calculator") for number in range(count)]
+        opened, rendered = chat.open([USER], [CALCULATOR]) + chat.encode(call), 0
+        extension = chat.extend([USER, call], replies, [CALCULATOR])
+        assert extension is not None and rendered < 100
+        assert decode(opened + extension) == decode(chat.open([USER, call, *replies], [CALCULATOR]))
+
+
+def test_what_is_kept_of_a_template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = [USER, Message("assistant", "", "hm", (ADD,))]
+    replies = (REPLY, replace(REPLY, content=""), replace(REPLY, name=""), USER)
+
+    def extended(chat: Chat) -> list[list[int] | None]:
+        contexts = [[*history, *[REPLY, *history[1:]] * count] for count in range(4)]
+        return [chat.extend(context, [said], [CALCULATOR]) for context in contexts for said in replies]
+
+    chat, expected = with_template(source("qwen3"), thinking=Thinking.strip), extended(chat_of("qwen3", Thinking.strip))
+    monkeypatch.setattr("mtgrpo.chat.template._MOST_SHAPES", 3)
+    assert extended(chat) == expected
+    assert len(vars(chat)["_extensions"]) <= 3 and len(vars(chat)["_visible"]) <= 3
 
 
 @settings(max_examples=25)

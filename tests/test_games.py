@@ -7,10 +7,12 @@ import copy
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from busy_threads import busy_threads
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.guess_number import GuessNumber
@@ -315,6 +317,16 @@ def test_the_turns_that_an_environment_of_skyrl_allows_are_ours() -> None:
     pytest.importorskip("skyrl_gym")
     seen = played(SkyRLGym(game="gsm8k_multi_turn", max_turns=2), row(), ["?", "?"])
     assert seen[-1].done
+
+
+async def test_an_environment_of_skyrl_waits_for_no_thread_of_others() -> None:
+    playing = SkyRLGym()
+    found, closed = {"observations": [], "done": True, "reward": 1}, list[bool]()
+    vars(playing)["_game"] = SimpleNamespace(step=lambda said: found, close=lambda: closed.append(True))
+    async with busy_threads():
+        assert await playing.step(Message("assistant", "7")) == Reply((), True, 1.0)
+        await playing.stop()
+    assert closed
 
 
 @pytest.mark.parametrize("game_id, said", [("no_such", "no_such"), ("search", "search_url"), ("text2sql", "db_id")])

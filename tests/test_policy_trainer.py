@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from busy_threads import busy_threads
 from mtgrpo import preset
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import EngineError
@@ -54,7 +55,13 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 def test_a_copy_that_is_sampled_from_changes_no_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_turns = learned(tmp_path / "in_turns")
     monkeypatch.setattr(run, "PolicyTrainer", Apart)
-    in_a_thread = learned(tmp_path / "thread")
+
+    async def beside_others() -> None:
+        async with busy_threads(timeout_s=120):
+            await train(preset("calculator_from_scratch", *SMALL), tmp_path / "thread", Curve())
+
+    asyncio.run(beside_others())
+    in_a_thread = [digits(row) for row in rows(tmp_path / "thread")]
     assert len(in_turns) > 4 and in_turns == in_a_thread
 
 

@@ -139,6 +139,16 @@ def test_special_tokens_that_begin_alike() -> None:
     assert safe.decode(safe.encode(safe.escape(text))) == text
 
 
+@pytest.mark.parametrize("kind", [*READ_AS, "rstrip"])
+@settings(max_examples=50)
+@given(said=st.lists(nasty, min_size=2, max_size=6))
+def test_contexts_part_where_reading_both_says_so(kind: str, said: list[str]) -> None:
+    chat = chat_of(kind)[0] if kind == "rstrip" else chatml_of(kind)
+    messages = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(said)]
+    counts = range(1, len(said) + 1)
+    assert chat.shared(messages, counts, []) == Chat.shared(chat, messages, counts, [])
+
+
 @pytest.mark.parametrize("kind", [*SPACED, "rstrip"])
 @settings(max_examples=30)
 @given(content=st.text("ai<.\n ", max_size=8).map(lambda text: f"a{text}s"), answer=st.text("ai<.\n ", max_size=8))
@@ -153,6 +163,11 @@ def test_joined_conversations_gain_no_spaces(kind: str, content: str, answer: st
     assert base.decode(tokens) == base.decode(whole)
     assert whole[-len(extension) :] == extension
     assert chat.parse(chat.encode(messages[1])) == messages[1]
+
+
+@lru_cache
+def chatml_of(kind: str) -> Chat:
+    return open_chat(tokenizer(kind), ChatSettings(template="chatml"))
 
 
 @lru_cache

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from busy_threads import busy_threads
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.parts import RunContext
@@ -144,6 +145,13 @@ def test_it_computes_in_a_thread_and_the_event_loop_goes_on(tmp_path: Path, monk
     monkeypatch.setattr(RewardModel, "_scores", watched)
     scored(reward, [conversation("4")], tmp_path)
     assert threads and threading.get_ident() not in threads
+
+
+async def test_it_waits_for_no_thread_of_others(tmp_path: Path) -> None:
+    reward = RewardModel(model_name=str(saved(tmp_path / "model")), device="cpu")
+    async with reward.open(RunContext(tmp_path, print, {})) as running, busy_threads():
+        found = await asyncio.gather(*(running.rewards([conversation("4")]) for _ in range(3)))
+    assert found[0] == found[1] == found[2]
 
 
 def test_it_has_a_weight_beside_others(tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ class Chat(ABC):
         Raises ConfigError when the template refuses the conversation, or has no place for tools.
         """
 
+    def shared(self, messages: Sequence[Message], counts: Sequence[int], tools: Sequence[ToolSpec]) -> list[int]:
+        """For each of `counts`: how many tokens `open` begins alike with, given all of `messages` and so many."""
+        from mtgrpo.chat.safe_tokenizer import shared_length  # noqa: PLC0415  settings alone import no library
+
+        tokens = self.open(messages, tools)
+        return [shared_length(tokens, self.open(messages[:count], tools)) for count in counts]
+
     @abstractmethod
     def extend(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None

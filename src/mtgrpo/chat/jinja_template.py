@@ -6,7 +6,7 @@ It gets escaped contents (`safe_tokenizer.py`). What it does is found by renderi
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from importlib import resources
@@ -51,16 +51,26 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """The conversation as text, with the generation prompt if `prompt`. Raises ConfigError where it refuses."""
-        written, offered = [self._as_dict(message) for message in messages], map(self._safe.escape_tool, tools)
+        return next(self.render_begun(messages, [len(messages)], tools, prompt=prompt))
+
+    def render_begun(
+        self, messages: Sequence[Message], counts: Sequence[int], tools: Sequence[ToolSpec], *, prompt: bool = True
+    ) -> Iterator[str]:
+        """As `render`, so many of the first `messages` for each of `counts`."""
+        written, offered = [self._as_dict(message) for message in messages], list(map(self._safe.escape_tool, tools))
+        return (self._render(written[:count], offered, prompt) for count in counts)
+
+    def _render(self, written: Sequence[dict[str, Any]], offered: Sequence[dict[str, Any]], prompt: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                written, list(offered) or None, chat_template=self.source, add_generation_prompt=prompt, tokenize=False
+                written, offered or None, chat_template=self.source, add_generation_prompt=prompt, tokenize=False
             )
         except MemoryError:
             raise
         except Exception as error:  # a template is somebody's code, and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            refusal = f"the chat template refuses a conversation of the roles {_roles(messages)}: {kind}{error}"
+            roles = ", ".join(entry["role"] for entry in written)
+            refusal = f"the chat template refuses a conversation of the roles {roles}: {kind}{error}"
             raise ConfigError(f"{refusal}; {OTHERS}") from error
 
     def try_render(
@@ -144,7 +154,8 @@ def find_fault(template: Template, tools: bool) -> str:
         if index is not None:
             at = f"message {index + 1} ({messages[index].role})" if index < len(messages) else "the end"
             more = ", ..." * (len(messages) > 6)
-            return f"it {deed} {at} of a conversation of the roles {_roles(messages[:6])}{more}"
+            roles = ", ".join(message.role for message in messages[:6])
+            return f"it {deed} {at} of a conversation of the roles {roles}{more}"
     return ""
 
 
@@ -172,10 +183,6 @@ def _odd(role: Role, number: int) -> Message:
 
 def _mark(message: Message) -> str:
     return message.content.split(" ")[0] or str(message.tool_calls[0].arguments["a"])
-
-
-def _roles(messages: Sequence[Message]) -> str:
-    return ", ".join(message.role for message in messages)
 
 
 def _render_at(

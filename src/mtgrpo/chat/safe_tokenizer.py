@@ -36,6 +36,7 @@ class SafeTokenizer:
         tokens = layout["added_tokens"]
         self.added: dict[str, int] = {token["content"]: token["id"] for token in tokens}
         self._names = {token: string for string, token in self.added.items()}
+        self.fences = {token["id"] for token in tokens if not token["normalized"]}  # no other token reaches across one
         prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
         self._read = _finder({token["content"]: False for token in tokens if not (prepends and token["normalized"])})
         escaped = {token["content"]: token["normalized"] for token in tokens if token["content"].strip()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from mtgrpo.types import Message, ToolSpec
 _STUBS = ((USER,), (USER, Message("assistant", "well"), Message("user", "and then")))
 _OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
+_LEARNED_MESSAGES = 4  # at once; more come in too many shapes, and to learn one would hold up all conversations
+_MOST_SHAPES = 1024  # that are kept
 
 
 def chatml() -> str:
@@ -69,7 +72,7 @@ class TemplateChat(Chat):
     """Any tokenizer with a jinja chat template.
 
     The template is rendered for whole conversations only. For single turns its pieces are learned once per shape
-    (roles, and which fields are empty) and joined; where the fixed text depends on contents, the template is rendered.
+    (roles, and which fields are empty) and joined; of many, or where it depends on contents, the text is rendered.
     """
 
     def __init__(self, tokenizer: Any, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
@@ -123,6 +126,17 @@ class TemplateChat(Chat):
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._safe.encode(self._template.render(messages, tools, prompt=True))
 
+    def shared(self, messages: Sequence[Message], counts: Sequence[int], tools: Sequence[ToolSpec]) -> list[int]:
+        text = self._template.render(messages, tools, prompt=True)
+        tokens, spans = self._safe.encode_with_spans(text)
+        fences = [0, *(index for index, token in enumerate(tokens) if token in self._safe.fences)]
+        ends, found = [0, *(spans[index][1] for index in fences[1:])], list[int]()
+        for part in self._template.render_begun(messages, counts, tools):
+            start = fences[bisect_right(ends, shared_length(text, part)) - 1]
+            begun = self._safe.encode(part[spans[start][0] :] if start else part)
+            found.append(start + shared_length(tokens[start:], begun))
+        return found
+
     def extend(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
     ) -> list[int] | None:
@@ -133,9 +147,10 @@ class TemplateChat(Chat):
             return None
         calls = bool(history[-1].tool_calls)
         shape = (calls, bool(tools), *((message.role, bool(message.content), bool(message.name)) for message in new))
-        if shape not in self._extensions:
-            self._extensions[shape] = self._learn_extension(calls, bool(tools), new)
-        pieces = self._extensions[shape]
+        known = self._extensions
+        if shape not in known and len(new) <= _LEARNED_MESSAGES and len(known) < _MOST_SHAPES:
+            known[shape] = self._learn_extension(calls, bool(tools), new)
+        pieces = known.get(shape)
         texts = [self._safe.escape(text) for message in new for text in (message.content, message.name)]
         text = self._extension(calls, bool(tools), new) if pieces is None else pieces.fill(texts)
         if text is None:
@@ -270,6 +285,8 @@ class TemplateChat(Chat):
                 for index, message in enumerate(messages)
             ]
             text = self._template.try_render(probes, prompt=True) or ""
+            if len(self._visible) >= _MOST_SHAPES:
+                self._visible.clear()
             self._visible[shape] = frozenset(int(number) for number in re.findall(r"thought(\d+)q7x", text))
         return self._visible[shape]
 

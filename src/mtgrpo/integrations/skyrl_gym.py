@@ -1,6 +1,5 @@
 """Environments written for SkyRL, by the package skyrl-gym."""
 
-import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Code, Reach
+from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Message, Task
 
@@ -44,13 +44,13 @@ class SkyRLGym(Environment):
 
     async def step(self, message: Message) -> Reply:
         """Its observations; it runs in a thread, for it may wait for a server."""
-        found = await asyncio.to_thread(self._game.step, message.content)
+        found = await run_in_thread(lambda: self._game.step(message.content))
         done = bool(found["done"])
         return Reply(() if done else _read(found["observations"]), done, float(found["reward"]))
 
     async def stop(self) -> None:
         if self._game is not None:
-            await asyncio.to_thread(self._game.close)
+            await run_in_thread(self._game.close)
 
 
 def _read(said: list[dict[str, Any]]) -> tuple[Message, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Self, cast
@@ -33,6 +34,7 @@ class RewardModel(Reward, batch_size=">= 1"):
     batch_size: int = 8  # conversations computed at once
 
     _model = cast("SequenceClassifier | None", None)  # while a run lasts
+    _thread = cast("ThreadPoolExecutor | None", None)  # in which it computes; those of asyncio are others' too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,19 +50,19 @@ class RewardModel(Reward, batch_size=">= 1"):
         if isinstance(trial, Exception):
             why = str(trial).partition("\n")[0]
             raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {why}") from trial
-        yield running
+        with ThreadPoolExecutor(1) as running._thread:
+            yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         """The model's outputs; an error in the place of one whose conversation it cannot read."""
-        return await asyncio.to_thread(self._scores, siblings)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, siblings)
 
     def _scores(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         assert self._model is not None
-        with self._model.turn:
-            texts = [self._text(trajectory.messages) for trajectory in siblings]
-            fitting = [text for text in texts if not isinstance(text, Exception)]
-            scores = iter(self._model.scores(fitting, self.batch_size))
-            rewards = [text if isinstance(text, Exception) else next(scores) for text in texts]
+        texts = [self._text(trajectory.messages) for trajectory in siblings]
+        fitting = [text for text in texts if not isinstance(text, Exception)]
+        scores = iter(self._model.scores(fitting, self.batch_size))
+        rewards = [text if isinstance(text, Exception) else next(scores) for text in texts]
         worst = min([0.0, *(reward for reward in rewards if isinstance(reward, float))])
         return [worst if isinstance(reward, PolicyError) else reward for reward in rewards]
 

@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from mtgrpo.chat import Chat
-from mtgrpo.chat.safe_tokenizer import shared_length
 from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
@@ -239,10 +238,10 @@ class _State:
         if self.attend is None:
             raise ConfigError(f"condenser {self.condenser.name} needs attention, which this engine does not measure")
         held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self.limits.context_tokens) :]
-        tokens = self._open(messages_of(self._opening, held))
-        begun = (self._open(messages_of(self._opening, held[:count])) for count in range(len(held)))
+        messages = messages_of(self._opening, held)
+        tokens, counts = self._open(messages), [*accumulate(map(len, held), initial=len(self._opening))][:-1]
         # A template may write the last message otherwise than those before: a step ends where the contexts differ.
-        ends = [*accumulate((shared_length(tokens, part) for part in begun), max), len(tokens)]
+        ends = [*accumulate(self.chat.shared(messages, counts, self._tools), max), len(tokens)]
         return [0.0] * (len(steps) - len(held)) + await self.attend(tokens, list(pairwise(ends)))
 
     def _check(self, messages: Sequence[Message], tokens: int, before: int, has_asked: bool) -> None:

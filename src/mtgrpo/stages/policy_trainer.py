@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ class PolicyTrainer:
         self._config = config
         self._reference: Ranks | None = None
         self._refers, self._moves = False, 0  # whether the reference has begun, and how often it has moved
+        self._thread = ThreadPoolExecutor(1)  # those of asyncio may all be busy with tools and rewards
         try:
             if reference:
                 self._reference = Ranks(make_trainer, _of_reference(config, reference), reference, role="reference")
@@ -72,14 +75,14 @@ class PolicyTrainer:
         """Train the policy, which has seen `version` training steps, on a rollout batch. Raises RunError."""
         ref_logp: Tensor | None = None
         if self._reference is not None:
-            ref_logp = await asyncio.to_thread(at_once, self._watch(self._reference.referring(batch, rewards)))
+            ref_logp = await self.in_thread(partial(at_once, self._watch(self._reference.referring(batch, rewards))))
             self._tell_of_reference()
         metrics = await self._finish(self.rank.updating(batch, rewards, version, seed, evidence, ref_logp))
         share = self._config.learning.reference.share(version + 1)
         if self._reference is None or self._gives_way:  # an engine that shares the weights has no turn meanwhile
             self._move_reference(share)
         else:
-            await asyncio.to_thread(self._move_reference, share)
+            await self.in_thread(partial(self._move_reference, share))
         return metrics
 
     def begin(self, stage: Stage) -> None:
@@ -136,15 +139,20 @@ class PolicyTrainer:
     def close(self) -> None:
         """Give everything back. Raises RunError where one of several ranks has failed."""
         with ExitStack() as stack:
+            stack.callback(self._thread.shutdown)
             for ranks in (self.rank, self._reference):
                 if isinstance(ranks, Ranks):
                     stack.callback(ranks.close)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` gives, in the trainer's own thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _finish(self, work: CooperativeTask[Metrics]) -> Metrics:
         """The result of `work`, while the event loop goes on; an engine has its turns in this thread, if it has any."""
         work = self._watch(work)
         if not self._gives_way:
-            return await asyncio.to_thread(at_once, work)
+            return await self.in_thread(partial(at_once, work))
         while True:
             try:
                 next(work)

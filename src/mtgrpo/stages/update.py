@@ -117,7 +117,7 @@ async def learn(
                 return batch, rewards, evidence_of(compared, learning)
 
     began = time.perf_counter()
-    batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
+    batch, rewards, evidence = lay_out() if run.engine.shares_weights else await run.trainer.in_thread(lay_out)
     run.trainer.train_s += time.perf_counter() - began
     metrics = await run.trainer.update(batch, rewards, step - 1, (experiment.seed * 1_000_003 + step) % 2**62, evidence)
     if keep:
