@@ -231,7 +231,7 @@ def test_a_set_that_cannot_be_measured_leaves_the_others(
     asyncio.run(run_evaluation(preset("calculator", *words), tmp_path))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "eval/success" in summary and "eval/hard/success" not in summary
-    assert "eval.sets: hard was not measured: every conversation failed" in (tmp_path / "notes.txt").read_text()
+    assert "evaluation of hard: not measured: every conversation failed" in (tmp_path / "notes.txt").read_text()
 
 
 def test_tools_are_compared_with_none_task_by_task() -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages import checks, trainer
 from mtgrpo.stages import evaluate as evaluation
-from mtgrpo.stages import trainer
 from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.resume import NO_MEASURE, differences, told_of
@@ -660,6 +661,18 @@ def test_an_evaluation_says_which_files_are_others_than_in_training(tmp_path: Pa
     extension.digest(str(tmp_path / "own.py"))  # as a process of its own would find it
     (told,) = check(compose(parse([*SMALL, *words, model])).experiment, trains=False)
     assert told.startswith(f"other files than the checkpoint was trained with: {tmp_path}/own.py=sha256:")
+
+
+@pytest.mark.parametrize(("name", "same"), [("Mine", True), ("OldName", True), ("Other", False)])
+def test_a_run_goes_on_with_its_own_task_whatever_it_is_called(name: str, same: bool, tmp_path: Path) -> None:
+    own = "from mtgrpo.tasks.one_step import OneStep as Mine\nfrom mtgrpo.tasks.wiki_years import WikiYears as Other\n"
+    (tmp_path / "own.py").write_text(own)
+    source = compose(parse([f"task={tmp_path}/own.py:Mine"])).experiment.task
+    tasks = source.stream(Split.train, 0)
+    state = {"settings": {"task": f"{tmp_path}/own.py:{name}"}, "stream": {"tasks": tasks.state_dict()}}
+    refused = pytest.raises(ConfigError, match=r"own\.py:Other, and would go on with OneStep: type the words")
+    with nullcontext() if same else refused:
+        checks._refuse_other_data(source, tasks, Checkpoint(tmp_path, 1, state, {}, False))
 
 
 def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) -> None:

@@ -580,6 +580,11 @@ def test_a_run_that_gets_no_better_ends_and_keeps_its_best_policy(tmp_path: Path
 # --- when the world fails
 
 
+def test_without_a_warm_start_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    ran(tmp_path, "sft.steps=0", "trainer.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+
+
 def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path: Path, own: Path) -> None:
     made = experiment(*busy(own, "sft.steps=0", "environment.backoff_s=0"))
     module = vars(type(made.environment))["step"].__globals__

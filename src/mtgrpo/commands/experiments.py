@@ -110,8 +110,8 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         args, rest = parser.parse_known_intermixed_args(arguments)
     except ConfigError as error:
-        own = [f"; a recipe of your own is recipe={word}" for word in arguments if word.endswith((".yaml", ".yml"))]
-        raise ConfigError(f"{error}{''.join(own)}") from error
+        own = [word for word in arguments if word.endswith((".yaml", ".yml")) and "=" not in word]
+        raise ConfigError(f"{error}; a recipe of your own is recipe={own[0]}" if own else str(error)) from error
     if rest:
         typed = rest[0].partition("=")[0]
         hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("-") else ""

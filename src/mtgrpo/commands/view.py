@@ -24,7 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     runs = Runs(found := find_runs(args.runs))
     if (file := args.at.partition("/")[0]) not in ("", "task") and runs.read(f"0/{file}/list") is None:
-        raise ConfigError(f"--at {args.at}: {found[0]} has no such conversations; mtgrpo show {found[0]} says which")
+        raise ConfigError(
+            f"--at {args.at}: there is no {found[0]}/trajectories/{file}.jsonl; it is such as step_000010"
+        )
     if args.out is not None:
         return _write(runs, args.out)
     _check_address(args.host, args.port)

@@ -63,13 +63,13 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
-            why = "quote a value with special characters twice: key=\"'a, b'\""
+            why = "; quote a value with special characters twice: key=\"'a, b'\"" if "=" in argument else ""
             if argument.count("[") > argument.count("]"):
-                why = "a list is one word: 'key=[a,b]', without spaces"
-            elif "=" not in argument:
-                why = "no spaces stand around the ="
+                why = "; a list is one word: 'key=[a,b]', without spaces"
+            elif any(word.startswith("=") for word in arguments):
+                why = "; no spaces stand around the ="
             raise ConfigError(
-                f"cannot read {argument!r}: options are key=value, such as {likely(argument)}; {why}"
+                f"cannot read {argument!r}: options are key=value, such as {likely(argument)}{why}"
             ) from error
         if not override.key_or_group:
             raise ConfigError(f"cannot read {argument!r}: nothing stands before the =; options are key=value")

@@ -50,7 +50,7 @@ class TrainerSettings(Updates, steps=">= 0", epochs=">= 0", total_turns=">= 0", 
     epochs: int = 0  # passes over the training tasks
     total_turns: int = 0  # model turns sampled, over the run
     wall_time_s: float = 0.0  # of rollouts and updates; evaluation and saving are not counted
-    idle_steps: int = 10  # in a row in which no group's rewards differ, so that nothing is learned
+    idle_steps: int = 10  # in a row without anything to learn from, as where no group's rewards differ
     deterministic: bool | None = None  # every digit depends on the seed alone; null: in step and without an agent
 
     def __post_init__(self) -> None:

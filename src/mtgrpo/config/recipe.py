@@ -37,6 +37,8 @@ def recipes(folders: Sequence[Path] = ()) -> dict[str, Path]:
 def likely(word: str) -> str:
     """The option that a word without its key may have been meant for."""
     path = Path(word)
+    if "=" in word:
+        return "seed=1"
     if path.suffix in (".yaml", ".yml") or word in recipes():
         return f"recipe={word}"
     if ".py:" in word:

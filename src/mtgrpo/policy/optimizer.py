@@ -92,7 +92,7 @@ class Optimizer:
     def step(self) -> float:
         """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping, without scale.
 
-        A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are. In float16 the scale
+        A gradient that is not finite is dropped: weights and optimiser stay as they are. In float16 the scale
         of the loss is halved then. Raises RunError where the update is not the one that the gradient asks for.
         """
         for optimizer in self._optimizers:

@@ -288,7 +288,9 @@ def _own(folder: Path, name: str) -> Path:
     """A file of text of the run, which somebody else may have sent. ConfigError where it is a link to one outside."""
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{path} is a link to {path.resolve()}, outside of the run: is that yours to show? copy it")
+        raise ConfigError(
+            f"{path} is a link to {path.resolve()}, outside of the run; where that is meant: cp -rL {folder} COPY"
+        )
     return path
 
 

@@ -31,8 +31,8 @@ class Composed(OfRewards):
         told = [super().note(divide_by_std)]
         if self.success_at >= 1 and (costs := [name for name, part in self._parts.items() if isinstance(part, Length)]):
             told.append(
-                f"a right answer that reward {costs[0]} takes something from is no success: set reward.success_at "
-                "lower, such as 0.5"
+                f"a right answer that reward {costs[0]} takes something from may be no success, which takes "
+                f"reward.success_at={self.success_at:g}: set it lower, such as 0.5"
             )
         return "; ".join(filter(None, told))
 

@@ -75,6 +75,6 @@ def parse_yaml(content: bytes, path: Path) -> Any:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        cut = re.search(rb": ##|\{[^}\n]*:[^'\"}\n]*\s#", content)  # what follows # in an object on one line
+        cut = re.search(rb": ##|\{[^{}\n'\"]{0,200}\s#", content)  # what follows # in an object on one line
         hint = '; # begins a comment: quote it, as content: "#### 12"' if cut else ""
         raise BrokenYamlError(f"{path} cannot be read: {' '.join(str(error).split()):.500}{hint}") from error

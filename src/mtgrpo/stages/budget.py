@@ -25,6 +25,7 @@ from mtgrpo.stages.checks import begun_from, open_tasks
 from mtgrpo.stages.resume import told_of
 from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
+from mtgrpo.weights.saved import newest_of
 
 if TYPE_CHECKING:
     from mtgrpo.config.compose import Configured
@@ -86,7 +87,7 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
         lines += [f"it would go on from {found.path}, after step {found.step}", *told_of(found, now)]
-    elif composed.experiment.resume and command in ("train", "sft"):
+    elif composed.experiment.resume and command in ("train", "sft") and not (folder and newest_of(folder)):
         lines.append(f"there is no checkpoint in {folder} yet: it would begin at the start")
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)

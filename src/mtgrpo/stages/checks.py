@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
 from mtgrpo.config.experiment import LATEST, Experiment
-from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.log import chosen
@@ -84,8 +83,8 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             notes += tasks.notes
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
-            notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, tasks)
-            if begun:
+            notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, experiment.task)
+            if begun and "stream" in begun.state:
                 _refuse_other_data(experiment.task, tasks, begun)
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):
                 raise ConfigError(
@@ -150,16 +149,17 @@ def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
 def _refuse_other_data(source: TaskSource, tasks: TaskStream, begun: Checkpoint) -> None:
     """Raise ConfigError where `tasks` are not those with which a run had `begun`."""
     before = begun.state.get("settings", {})
-    usual, name = options("task"), before.get("task", "")
-    if name and type(source).__name__ != (usual[name].__name__ if name in usual else name.rpartition(":")[2]):
+    name, kind = before.get("task", ""), type(source)
+    with suppress(ConfigError):  # it has another name now
+        kind = find_class("mtgrpo.tasks", name, TaskSource)
+    if not isinstance(source, kind):
         raise ConfigError(
             f"{begun.path} is of a run with task={name}, and would go on with {type(source).__name__}: type the words "
             "with which it began, which its .hydra/overrides.yaml has, and resume=true; or begin anew from its weights "
             f"with model.name={begun.path} sft.steps=0"
         )
     try:
-        if "stream" in begun.state:
-            tasks.load_state_dict(begun.state["stream"]["tasks"])
+        tasks.load_state_dict(begun.state["stream"]["tasks"])
     except ConfigError as error:
         told = ((key, before.get(key, "")) for key in ("task", "task.path", "task.train_files"))
         named = [f"{key}={value}" for key, value in told if value not in ("", "[]")]

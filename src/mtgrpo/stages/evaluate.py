@@ -104,17 +104,21 @@ async def _measure(
         return group
 
     for name, runner, tasks in sets:
+        sampled, greedy = list[Group](), list[Group]()
         with _outage_of(name, run):
             sampled = await _groups(runner, "eval", name, tasks, samples, counted)
             kept = write_trajectories(run.folder, of_set(file, name), sampled)
             run.sinks.tell(_notes(name, sampled, runner.reward, kept))
+        with _outage_of(name, run):  # also where the other could not be: taken up again, all have their numbers
             greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
             write_trajectories(run.folder, of_set(GREEDY[file], name), greedy)
-            described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
-            if samples > 1:
-                described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
-            metrics |= _named(name, described)
-            played[name] = EvaluationGroups(sampled, greedy)
+        if not (sampled and greedy):
+            continue
+        described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
+        if samples > 1:
+            described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
+        metrics |= _named(name, described)
+        played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)
     return metrics, played
 
@@ -136,7 +140,7 @@ def _outage_of(name: str, run: Run) -> Generator[None]:
     except AllFailedError as error:
         if not name:
             raise
-        run.sinks.note(f"eval.sets: {name} was not measured: {error}")
+        run.sinks.note(f"evaluation of {name}: not measured: {error}")
 
 
 async def _groups(
@@ -228,7 +232,10 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
         if admitted is None:
             journal.add(admitted=number, version=0, scope=runner.scope, task=task.id)
         elif (admitted["scope"], admitted["task"]) != (runner.scope, task.id):
-            raise ConfigError(f"the data has changed: {admitted['task']} was where {task.id} is; take another folder")
+            raise ConfigError(
+                f"the data has changed: {admitted['task']} ({admitted['scope']}) was where {task.id} ({runner.scope}) "
+                "is; take another folder"
+            )
         group = journal.group(number, task)
         if group is None:
             group = await runner.run_group(task, samples)
@@ -254,7 +261,7 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
         done, written, played = 0, 0, Counter[str]()
         run.sinks.stage(COLLECTING, wanted.tasks)
         with open_rows(path, wanted.form is Form.messages) as write:
-            # As many tasks at once as a training step has, so that memory does not grow with the file.
+            # As many tasks at once as a training step has, so that few conversations are held.
             while chosen := list(itertools.islice(tasks, min(at_once, wanted.tasks - done))):
                 groups = await together(runner.again(task, played).run_group(task, wanted.samples) for task in chosen)
                 if not (done or any(group.valid for group in groups)):

@@ -109,7 +109,7 @@ class Saver:
         by_success = sorted(measured, key=lambda step: (measured[step], step))
         best = by_success[-settings.keep_best :] if settings.keep_best else []
         best += [0] if run.experiment.sft.steps else []  # the policy after the warm start
-        best += [self.measured] if settings.keep_best else []
+        best += [self.measured] if settings.keep_best and self.measured else []
         content = run.trainer.snapshot(), mark.state, self._tokenizer
         self._mark = None
         self._writing = self._thread.submit(checkpoint.write, run.folder, mark.step, *content, settings.keep_last, best)

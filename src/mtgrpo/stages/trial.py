@@ -20,7 +20,7 @@ from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, written
-from mtgrpo.tasks import Split, TaskStream, demonstration
+from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
@@ -113,8 +113,9 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
     return []
 
 
-def trained_too(held_out: Sequence[Task], tasks: TaskStream) -> list[str]:
-    """What to say where some of `held_out` are among the first of the training `tasks` as well, but for their ids."""
+def trained_too(held_out: Sequence[Task], source: TaskSource) -> list[str]:
+    """What to say where some of `held_out` are among the first of the training tasks as well, but for their ids."""
+    tasks = source.stream(Split.train, 0, repeat=False)
     trained = {_content(task) for task in islice(() if tasks.endless else tasks, LOOKED_AT)}
     both = [task.id for task in held_out if _content(task) in trained]
     told = f"{len(both)} of {len(held_out)} held-out tasks are training tasks too, such as {both[0]}" if both else ""

@@ -27,6 +27,7 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.runtime.files import find_near
+from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.workers import together
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import WeightSource
@@ -325,10 +326,10 @@ class ServerEngine(RunningEngine):
         await self._pause()
         async with self._syncing:
             first, self.version = self._proof is None, source.version
-            written = await asyncio.to_thread(self._push.write, source)
-            count = min(PROOF_TOKENS, self._longest)
+            written = await run_in_thread(partial(self._push.write, source))
+            count = min(PROOF_TOKENS, self._longest - 1)  # and one is sampled
             context = self._recent[:count] or ordinary_tokens(source.config, count).tolist()
-            self._proof = await asyncio.to_thread(Proof, source, context)
+            self._proof = await run_in_thread(partial(Proof, source, context))
             if first:  # all at once, so that what is wrong is told before anything is sampled
                 self._config = source.config.to_dict()
                 for replica in self._replicas:
