@@ -369,6 +369,9 @@ def test_what_is_collected_is_what_the_policy_says_and_can_be_learned_from(base:
     plain = [json.loads(line) for line in (tmp_path / "plain" / "collected.jsonl").read_text().splitlines()]
     assert len(full) == len(plain) == 10
     assert len({row["task"] for row in full}) == 5
+    collected = Conversations(path=str(tmp_path / "full" / "collected.jsonl"))
+    for task in collected.stream(Split.train, 0, repeat=False):
+        assert {"start", "steps", "values"} <= task.metadata.keys()  # which tools and rewards may read
     for row, messages in zip(full, plain, strict=True):
         assert [m["content"] for m in messages["messages"]] == [m["content"] for m in row["messages"]]
         assert messages["tools"][0]["function"]["name"] == "calculator"

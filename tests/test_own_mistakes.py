@@ -64,7 +64,7 @@ CALLING = f"{TASK} {TOOL} sft.steps=1"
 def calling(body: str, here: str = "") -> str:
     """A tool with one mistake, and a task whose demonstration calls it."""
     task = (
-        f"{STEP}return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+        f"{STEP}return IndexedStream(None, lambda i: Task(str(i), (Message('user', split.value),), '1'), seed)\n"
         "    def demonstration(self, task, seed):\n        call = ToolCall('tool', {'number': 1})\n"
         "        said = Message('assistant', tool_calls=(call,)), Message('tool', '1')\n"
         "        return *said, Message('assistant', '#### 1')\n"
@@ -325,6 +325,38 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         algorithm(baseline="    def baseline(self, returns, group):  # here\n        return Baseline(returns[:1])\n"),
         "give a Baseline",
     ),
+    "a demonstration that is one message": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+            + "    def demonstration(self, task, seed):  # here\n        return (Message('assistant', '#### 1'))\n",
+        ),
+        "give messages, such as",
+    ),
+    "a demonstration whose call stands alone": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+            + "    def demonstration(self, task, seed):\n"
+            + "        return (Message('assistant', tool_calls=ToolCall('tool', {})),)  # here\n",
+        ),
+        "tool_calls must be a tuple such as",
+    ),
+    "a demonstration whose calls are dicts": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
+            + "    def demonstration(self, task, seed):\n"
+            + "        return (Message('assistant', tool_calls=({'name': 'tool'},)),)  # here\n",
+        ),
+        "tool_calls must be a tuple such as",
+    ),
     "a demonstration that begins with the question": (
         f"{TASK} sft.steps=1",
         of_class(
@@ -446,6 +478,30 @@ def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path)
     differs = "mtgrpo: the demonstration of task 0 has '1' where the tool tool answers 'None'\n"
     assert code == 0 and out.startswith("no fault found") and err == (differs if "None" in name else "")
     assert ("nor your own tools tried" in out) is ("once" in name)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("trajectory.final == '#### 1'", ""),
+        (
+            "trajectory.final == trajectory.task.answer",
+            "pays the first 20 demonstrations at most 0, and reward.success_at",
+        ),
+        ("1", "pays an empty answer 1, which is a success"),
+    ],
+)
+def test_what_a_reward_pays_demonstrations_is_looked_at(reward: str, said: str, run: Run, place: Path) -> None:
+    source = calling("    return '1'\n") + "\n\n@dataclass\nclass Paid(Reward):\n"
+    Path("own.py").write_text(f"{source}    def reward(self, trajectory):\n        return float({reward})\n")
+    code, out, err = run("train", *SMALL, *CALLING.split(), "reward=own.py:Paid", "--dry-run")
+    assert code == 0 and out.startswith("no fault found") and (said in err if said else err == "")
+
+
+def test_held_out_tasks_of_ones_own_that_are_trained_are_noted(run: Run, place: Path) -> None:
+    Path("own.py").write_text(calling("    return '1'\n").replace("split.value", "'1?'"))
+    code, _, err = run("train", *SMALL, *CALLING.split(), "--dry-run")
+    assert code == 0 and "1 of 1 held-out tasks are training tasks too, such as 0" in err
 
 
 def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:

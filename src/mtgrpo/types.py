@@ -75,6 +75,9 @@ class Message:
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"the content of a message must be a text, got {self.content!r:.200}")
+        calls: Any = self.tool_calls
+        if calls and not (isinstance(calls, tuple | list) and all(isinstance(call, ToolCall) for call in calls)):
+            raise TypeError(f"tool_calls must be a tuple such as (ToolCall('name', {{}}),), got {calls!r:.200}")
 
 
 def check_messages(messages: Any) -> None:

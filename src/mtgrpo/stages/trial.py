@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
+from time import monotonic
 from typing import Any
 
 from mtgrpo.chat import Chat
@@ -17,7 +18,7 @@ from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OutageError, ToolUse
 from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parts import extension
-from mtgrpo.rewards import Reward, scores
+from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, written
 from mtgrpo.tasks import Split, TaskSource, demonstration
@@ -28,7 +29,8 @@ LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of it
 ROOMY = 100_000  # tokens of a context, far more than what is tried has
 FEW = 3  # demonstrations that are tried
 MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
-LOOKED_AT = 2_000  # training tasks, which may be held out as well
+LOOKED_AT, LOOKED_AT_S = 2_000, 2.0  # training tasks, which may be held out as well; how long
+GRADED = 20  # demonstrations, some of which should be right
 SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
@@ -116,8 +118,11 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
 def trained_too(held_out: Sequence[Task], source: TaskSource) -> list[str]:
     """What to say where some of `held_out` are among the first of the training tasks as well, but for their ids."""
     tasks = source.stream(Split.train, 0, repeat=False)
-    trained = {_content(task) for task in islice(() if tasks.endless else tasks, LOOKED_AT)}
+    first, ends_s = islice(() if tasks.endless and is_ours(source) else tasks, LOOKED_AT), monotonic() + LOOKED_AT_S
+    trained = {_content(task) for task in takewhile(lambda _: monotonic() < ends_s, first)}
     both = [task.id for task in held_out if _content(task) in trained]
+    if tasks.endless and 2 * len(both) < len(held_out):
+        return []  # some come up again by chance
     told = f"{len(both)} of {len(held_out)} held-out tasks are training tasks too, such as {both[0]}" if both else ""
     return [f"{told}: success on these is no measure of others; hold out tasks that differ"] if told else []
 
@@ -142,9 +147,9 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     shown = (
         (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
-    told, taken = list[str](), False
+    told, taken, first = list[str](), False, list(islice(shown, GRADED))
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
-    for number, (task, messages) in enumerate(islice(shown, FEW)):
+    for number, (task, messages) in enumerate(first[:FEW]):
         try:
             async with asyncio.timeout_at(ends_s):
                 example = await laid_out(task, messages, environment, chat)
@@ -167,7 +172,26 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             if not (failed and experiment.sft.demonstrations):  # whose rows may lack what is for calls alone
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
             told.append(f"the demonstration of task {task.id}: {why}")
-    return notes + told[:1]
+    return notes + told[:1] + await _paid(experiment, [_conversation(*each) for each in first])
+
+
+async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
+    """What to say where a reward of somebody's own takes no demonstration for a success, or an empty answer for one."""
+    reward, name = experiment.reward, type(experiment.reward).__name__
+    if all_ours(reward) or not reward.works_unopened or experiment.sft.demonstrations or experiment.agent.active:
+        return []
+    async with _left_to_the_run():
+        empty = [_conversation(one.task, [Message("assistant", "")]) for one in shown[:1]]
+        paid, of_empty = [
+            [score.total for one in some for score in await scores(reward, [one]) if isinstance(score, Score)]
+            for some in (shown, empty)
+        ]
+        if paid and max(paid) < reward.success_at:
+            least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
+            return [f"reward {name} pays the first {len(paid)} demonstrations at most {max(paid):g}, {least}"]
+        if of_empty and of_empty[0] >= reward.success_at:
+            return [f"reward {name} pays an empty answer {of_empty[0]:g}, which is a success"]
+    return []
 
 
 async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat, graded: bool) -> list[str]:

@@ -142,8 +142,8 @@ class IndexedStream:
 
 def demonstration(source: "TaskSource", task: Task, seed: int) -> Sequence[Message] | None:
     """That of `source`, which may be somebody's own. Raises MisgivenError where it is none."""
-    said = source.demonstration(task, seed)
-    if said and not all(isinstance(message, Message) for message in cast("Any", said)):
+    said: Any = source.demonstration(task, seed)
+    if said and not (isinstance(said, tuple | list) and all(isinstance(one, Message) for one in cast("Any", said))):
         raise misgiven(source.demonstration, said, "give messages, such as (Message('assistant', 'text'),), or None")
     if said and said[0].role != "assistant":
         how = "give what follows the task's own messages, which begins with the assistant's"

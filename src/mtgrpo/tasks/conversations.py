@@ -18,7 +18,8 @@ _SAID = "said"
 class Conversations(FileSource):
     """JSON Lines of `messages`, as most libraries fine-tune on them and `mtgrpo collect` writes them.
 
-    What stands before the first assistant's message is the task, the rest its demonstration. So
+    What stands before the first assistant's message is the task, the rest its demonstration; what a column `metadata`
+    holds becomes the task's metadata, as other columns do. So
     `mtgrpo sft task=conversations task.path=FILE` learns from them; `sft.demonstrations=FILE` does beside other tasks.
     """
 
@@ -38,4 +39,6 @@ class Conversations(FileSource):
         if not first:
             raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
         task = super().task(rows, number, {**row, self.columns.prompt: values[:first]})
-        return replace(task, metadata={**task.metadata, _SAID: messages[first:]})
+        own: Any = task.metadata.get("metadata")  # of the task that was collected
+        collected = cast("Row", own) if isinstance(own, Mapping) else {}
+        return replace(task, metadata={**task.metadata, **collected, _SAID: messages[first:]})
