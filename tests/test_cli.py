@@ -721,7 +721,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["data", "smollm3"], "invalid choice: 'smollm3'"),
         (["doctor", "--json", "--x"], "unrecognized arguments: --x"),
         (["train", "--help", "frobnicate"], "no option speaks of 'frobnicate'"),
-        (["eval", "."], "options are key=value, such as checkpoint=.;"),
+        (["eval", "."], "options are key=value, such as checkpoint=."),
         (["eval", "checkpoint=away"], "there is no folder"),
         (["eval", "checkpoint=."], ".hydra/config.yaml"),
         (["sft", "sft.steps=0"], "sft.steps"),

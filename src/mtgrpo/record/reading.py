@@ -286,11 +286,9 @@ def _read(folder: Path, name: str) -> RunRecord:
 
 def _own(folder: Path, name: str) -> Path:
     """A file of text of the run, which somebody else may have sent. ConfigError where it is a link to one outside."""
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"{path} is a link to {path.resolve()}, outside of the run; where that is meant: cp -rL {folder} COPY"
-        )
+    path, place = folder / name, Path(os.path.realpath(folder / name))  # which takes links that go round in a circle
+    if not place.is_relative_to(os.path.realpath(folder)):
+        raise ConfigError(f"{path} is a link to {place}, outside of the run; where that is meant: cp -rL {folder} COPY")
     return path
 
 
