@@ -181,16 +181,18 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
     if all_ours(reward) or not reward.works_unopened or experiment.sft.demonstrations or experiment.agent.active:
         return []
     async with _left_to_the_run():
-        empty = [_conversation(one.task, [Message("assistant", "")]) for one in shown[:1]]
-        paid, of_empty = [
-            [score.total for one in some for score in await scores(reward, [one]) if isinstance(score, Score)]
-            for some in (shown, empty)
-        ]
+        paid = list[float]()
+        for one in shown:
+            paid += [score.total for score in await scores(reward, [one]) if isinstance(score, Score)]
+            if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
+                break
         if paid and max(paid) < reward.success_at:
             least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
             return [f"reward {name} pays the first {len(paid)} demonstrations at most {max(paid):g}, {least}"]
-        if of_empty and of_empty[0] >= reward.success_at:
-            return [f"reward {name} pays an empty answer {of_empty[0]:g}, which is a success"]
+        for one in shown[:1]:
+            (empty,) = await scores(reward, [_conversation(one.task, [Message("assistant", "")])])
+            if isinstance(empty, Score) and empty.total >= reward.success_at:
+                return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]
     return []
 
 
