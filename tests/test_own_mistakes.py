@@ -504,6 +504,13 @@ def test_held_out_tasks_of_ones_own_that_are_trained_are_noted(run: Run, place: 
     assert code == 0 and "1 of 1 held-out tasks are training tasks too, such as 0" in err
 
 
+def test_a_task_that_is_another_each_time_is_noted(run: Run, place: Path) -> None:
+    drawn = calling("    return '1'\n").replace("split.value", "str(__import__('random').random())")
+    Path("own.py").write_text(drawn)
+    code, _, err = run("train", *SMALL, *CALLING.split(), "--dry-run")
+    assert code == 0 and "task 0 is another each time it is made, so no two runs measure the same: draw from" in err
+
+
 def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "Own", "arguments": {}}]}
     said = [{"role": "user", "content": "1?"}, call, {"role": "tool", "content": "1"}]

@@ -30,6 +30,7 @@ from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.resume import changed_files
 from mtgrpo.stages.trial import (
     is_ours,
+    made_anew,
     trained_too,
     try_condenser,
     try_demonstrations,
@@ -84,6 +85,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, experiment.task)
+            notes += made_anew(held_out, experiment.task, EVAL_SEED)
             if begun and "stream" in begun.state:
                 _refuse_other_data(experiment.task, tasks, begun)
             if experiment.task.system_prompt and not any(m.role == "system" for m in held_out[0].messages):

@@ -127,6 +127,15 @@ def trained_too(held_out: Sequence[Task], source: TaskSource) -> list[str]:
     return [f"{told}: success on these is no measure of others; hold out tasks that differ"] if told else []
 
 
+def made_anew(held_out: Sequence[Task], source: TaskSource, seed: int) -> list[str]:
+    """What to say where a source of somebody's own gives another first task when it is asked again."""
+    again = None if is_ours(source) else next(source.stream(Split.eval, seed, repeat=False), None)
+    if again is None or _content(again) == _content(held_out[0]):
+        return []
+    how = 'draw from random.Random(f"{split}/{index}"), not from random itself'
+    return [f"task {again.id} is another each time it is made, so no two runs measure the same: {how}"]
+
+
 def _content(task: Task) -> str:
     return repr((task.messages, task.answer, task.metadata))
 
