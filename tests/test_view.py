@@ -52,12 +52,6 @@ SCREENS += ["/r/0/step_000001/timeline", "/r/0/task/sums%2F0", "/r/0/step_000002
 # ---------------------------------------------------------------- what is shown
 
 
-def test_a_place_that_is_not_there_is_refused_before_anything_is_served(tmp_path: Path) -> None:
-    make_recorded(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"there is no .*step_000009\.jsonl"):
-        main([str(tmp_path / "a"), "--at", "step_000009/c/1"])
-
-
 def test_a_line_that_is_no_conversation_stands_as_failed(tmp_path: Path) -> None:
     lines = [
         '{"task": "a", "status": "completed", "reward": 1-2, "answer": "1"',

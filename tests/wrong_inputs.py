@@ -332,7 +332,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("learning_rate=1e-5", "optimizer.lr"),
         ("data.train_files=good.jsonl", "unknown option"),
         ("kl_coef=0.1", "kl.coef"),
-        ("gsm8k", "such as recipe=gsm8k; no spaces stand"),
+        ("gsm8k", "such as recipe=gsm8k"),
         ("trainer.steps = 3", "no spaces stand around the ="),
         ("own.yaml", "such as recipe=own.yaml"),
         ("own.py:Mine", "such as reward=own.py:Mine"),

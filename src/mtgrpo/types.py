@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from mtgrpo.errors import require
 
@@ -84,6 +84,8 @@ def check_messages(messages: Any) -> None:
     """Raise TypeError, in the line of whoever gives them, for what is no sequence of messages."""
     if not isinstance(messages, tuple | list) or not all(isinstance(one, Message) for one in cast("Any", messages)):
         raise TypeError(f"messages must be a tuple such as (Message('user', 'text'),), got {messages!r:.200}")
+    if strange := [one.role for one in messages if one.role not in get_args(Role)]:
+        raise TypeError(f"the role of a message must be one of {', '.join(get_args(Role))}, got {strange[0]!r}")
 
 
 class CallOutcome(Enum):

@@ -22,11 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--at", default="", metavar="PLACE", help="of the first run, as notes and `mtgrpo show` say")
     parser.add_argument("--port", type=int, default=0, help="default: the first free one from 8765")
     args = parser.parse_args(arguments)
-    runs = Runs(found := find_runs(args.runs))
-    if (file := args.at.partition("/")[0]) not in ("", "task") and runs.read(f"0/{file}/list") is None:
-        raise ConfigError(
-            f"--at {args.at}: there is no {found[0]}/trajectories/{file}.jsonl; it is such as step_000010"
-        )
+    runs = Runs(find_runs(args.runs))
     if args.out is not None:
         return _write(runs, args.out)
     _check_address(args.host, args.port)
