@@ -7,7 +7,6 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast, get_args
 
 from mtgrpo.errors import ConfigError
@@ -45,8 +44,7 @@ def spoken(message: Message) -> str:
 
 def message_from_fields(fields: Mapping[str, Any]) -> Message:
     """The message whose fields, by `dataclasses.asdict`, these are."""
-    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
-    return replace(Message(**fields), tool_calls=calls)
+    return Message(**{**fields, "tool_calls": tuple(ToolCall(**call) for call in fields["tool_calls"])})
 
 
 def messages_from(values: Sequence[Any], where: str) -> tuple[Message, ...]:
