@@ -506,4 +506,10 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
 WRONG = [(f"{command} {words}".strip(), said) for command, rows in OTHERS.items() for words, said in rows]
 
 # What is wrong with them is found by libraries that import torch, or with the tokenizer of the model.
-NEED_A_MODEL = {"train model.name=model", "eval --fail-under 3 model.name=model", "train chat.template=no.jinja"}
+NEED_A_MODEL = {
+    "eval --fail-under 3 model.name=model",
+    "train batch.token_budget=16 sft.steps=0",
+    "train chat.template=no.jinja",
+    "train environment.max_context_length=30 sft.steps=0",
+    "train model.name=model",
+}
