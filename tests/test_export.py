@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtgrpo import cli, preset
 from mtgrpo.commands import export
+from mtgrpo.config.trust import sign
 from mtgrpo.environments.tool_use import OutageError
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model
@@ -194,6 +195,15 @@ class Till(Tool):
 """
 
 
+def keep_record(run: Path, tools: Any, mine: bool = True) -> None:
+    """What a run writes of its settings, signed where it is `mine`."""
+    (run / ".hydra").mkdir()
+    (run / ".hydra/config.yaml").write_text(json.dumps({"environment": {"tools": tools}}))
+    (run / ".hydra/hydra.yaml").write_text("{}")
+    if mine:
+        sign(run)
+
+
 def buys(thing: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'Till', 'arguments': {'thing': thing}})}</tool_call>"
 
@@ -207,6 +217,7 @@ def test_a_tool_with_a_state_begins_with_the_row_of_the_example(
     Path(name).write_text(TILL)
     settings = {f"environment.tools.{name}:Till.currency": "USD", "task": f"{tmp_path}/my.py:Bills"}
     path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **settings}})
+    keep_record(tmp_path, {f"{name}:Till": {"currency": "USD"}})
     tool = {"function": {"name": "Till", "parameters": {}}}
     row = {**conversation("Buy.", 1.0, {"role": "assistant", "content": "9"}), "tools": [tool], "answer": "9"}
     (tmp_path / "trajectories").mkdir()
@@ -240,6 +251,7 @@ def test_a_program_says_what_its_tools_with_a_state_begin_with(
     option, name = ("till.py:Till", "Till") if own else ("calculator", "calculator")
     few = {"environment.max_turns": "1", "sampling.max_new_tokens": "2", "environment.tools": json.dumps([option])}
     path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **few}})
+    keep_record(tmp_path, [option])
     tool = {"function": {"name": name, "parameters": {}}}
     row = {**conversation("Buy.", 1.0), "tools": [tool], "metadata": {"prices": {"tea": 3}}}
     (tmp_path / "trajectories").mkdir()
@@ -283,21 +295,34 @@ def test_a_program_shows_the_calls_of_worked_examples_and_its_help(
         assert not left.value.code and capsys.readouterr().out.startswith("python chat.py [QUESTION]: this model")
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(("typed", "mine"), [(True, True), (False, True), (True, False)])
 def test_a_file_is_taken_along_only_from_below_the_folder_in_which_it_is_typed(
-    typed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: bool, mine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record that came from elsewhere may name any file of this machine."""
+    """A record that came from elsewhere may name any file of this machine, and no run of mine signed it."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     file = tmp_path / ("work/till.py" if typed else "till.py")
     file.write_text(TILL)
-    tools = {"environment.tools": json.dumps([f"{file}:Till"])}
-    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **tools}})
+    tools = [f"{file}:Till"]
+    settings = {**STATE["settings"], "environment.tools": json.dumps(tools)}
+    path, _ = saved(tmp_path, state={**STATE, "settings": settings})
+    keep_record(tmp_path, tools, mine)
     (tmp_path / "trajectories").mkdir()
     row = {**conversation("Buy.", 1.0), "tools": [{"function": {"name": "Till", "parameters": {}}}]}
     (tmp_path / "trajectories/evaluation_after.jsonl").write_text(json.dumps(row) + "\n")
-    assert (exported(path, "hf", tmp_path / "out") / "till.py").exists() == typed
+    assert (exported(path, "hf", tmp_path / "out") / "till.py").exists() == (typed and mine)
+
+
+def test_a_received_checkpoint_reaches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("raise SystemExit('run')\n")
+    Path(".env").write_text("HF_TOKEN=secret\n")
+    settings = {**STATE["settings"], "task": "evil.py:Tasks", "environment.tools": '[".env:calculator"]'}
+    path, _ = saved(tmp_path, state={**STATE, "settings": settings})
+    keep_conversations(tmp_path)
+    out = exported(path, "hf", tmp_path / "out")
+    assert not (out / ".env").exists() and "Its tasks were task=evil.py:Tasks." in (out / "README.md").read_text()
 
 
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
@@ -332,7 +357,7 @@ def test_a_program_says_where_tools_go_that_need_more_than_a_function(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("calculator", "`use` gives. Tools of your own come along where their files are below"),
+        ("calculator", "`use` gives. Tools of your own come along where you made the run on this"),
         ("Store", "`use` gives. A Tool that offers several by `specs` is not copied"),
     ],
 )

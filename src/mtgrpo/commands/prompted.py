@@ -17,11 +17,11 @@ from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.recipe import absolute
-from mtgrpo.config.run_record import LEFT_OUT
+from mtgrpo.config.run_record import LEFT_OUT, is_own
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
-from mtgrpo.parts.extension import find_class
+from mtgrpo.parts.extension import options
 from mtgrpo.record.reading import read_runs
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.files import read_lines
@@ -37,8 +37,8 @@ _PARSERS = {"hermes": "hermes", "xml": "qwen3_coder", "llama3_json": "llama3_jso
 _ELSEWHERE = {*LEFT_OUT, "model", "sft", "checkpoint", "record"}  # what a run was told that is not of its task
 _OF_AN_AGENT = ", as your agent does, which has the tools"
 _NOT_FOUND = (
-    ". Tools of your own come along where their files are below the working folder, by the names in the run: export "
-    "from the folder in which it was started"
+    ". Tools of your own come along where you made the run on this machine and their files are below the working "
+    "folder, by the names in the run: export from the folder in which it was started"
 )
 _SEVERAL = ". A Tool that offers several by `specs` is not copied"
 _SETTING = re.compile(r"environment\.tools\.(.+?\.py:\w+|\w+)(?:\.(\w+))?")
@@ -53,6 +53,7 @@ class Prompted:
     example: str  # one of them, rendered
     row: dict[str, Any]  # of its task
     words: list[str]  # with which the run was started, as far as they say what is done
+    own: Mapping[str, str]  # the settings of a run that this user made, whose files may be taken; {} of another
 
 
 def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, str]) -> Prompted | None:
@@ -68,7 +69,8 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
     words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
     if "recipe" in settings and not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={settings['recipe']}", *words]  # with a model's name it would be another one
-    return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"]) if example else None
+    own = record.settings if is_own(run) else {}
+    return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"], own) if example else None
 
 
 def _conversations(run: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
@@ -112,7 +114,7 @@ def write_prompted(
     sampling = {"do_sample": sampling["temperature"] > 0, **sampling}
     kept: Any = {"trim_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
-    options, files = _callable_alone(settings, names) if chat.format else ("", {})
+    options, files = _callable_alone(found.own, settings, names) if chat.format else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
     facts = {
         "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
@@ -149,27 +151,27 @@ def write_prompted(
 
 
 def _of_task(name: str) -> str:
-    """What its training tasks were, in the words of the option's help."""
-    try:
-        task = find_class("mtgrpo.tasks", name, TaskSource)
-    except ConfigError:  # a file of somebody's own, which may be elsewhere now
+    """What its training tasks were, in the words of the option's help; no file that a record names is run."""
+    if name not in (known := options("mtgrpo.tasks", TaskSource)):
         return f"Its tasks were task={Path(name).name}."
-    about = " ".join((task.__doc__ or "").partition("\n\n")[0].split())
-    return f"Its tasks were task={Path(name).name}: {about} Of other questions it has seen none."
+    about = " ".join((known[name].__doc__ or "").partition("\n\n")[0].split())
+    return f"Its tasks were task={name}: {about} Of other questions it has seen none."
 
 
-def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
+def _callable_alone(
+    own: Mapping[str, str], settings: Mapping[str, str], names: Sequence[str]
+) -> tuple[str, dict[str, str]]:
     """The tools with their settings, as Python writes them, where these are functions or parts without resources.
 
-    And, by their paths, what the user's own files that they are in are called beside tools.py.
+    And, by their paths, what the user's own files that they are in are called beside tools.py; `own` as in Prompted.
     """
     written, files = dict[str, str](), dict[str, str]()
     try:
-        for option, given in _tools(settings).items():
+        for option, given in _tools(own or settings).items():
             path, _, name = option.rpartition(":")
-            if path:  # a record may name any file of this machine
+            if path:  # the record of somebody else may name any file of this machine
                 below = Path(path).is_file() and Path(path).resolve().is_relative_to(Path.cwd())
-                usable = below and "site-packages" not in path
+                usable = own and below and "site-packages" not in path
             else:
                 usable = not load([option])[option].opens
             if not usable:

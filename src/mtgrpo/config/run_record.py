@@ -58,6 +58,14 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
     return Recipe(f"run {folder}", choices, as_settings(_without(content, LEFT_OUT), folder))
 
 
+def is_own(folder: Path) -> bool:
+    """Whether this user's own run wrote the record in `folder`."""
+    try:
+        return signed(folder, [_content(folder, name) for name in RECORD])
+    except ConfigError:
+        return False
+
+
 def started_in(folder: Path) -> str:
     """The folder in which the run in `folder` was started, to which its record's names are relative; "" = not known."""
     try:
