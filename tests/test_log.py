@@ -530,8 +530,37 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
     }
     assert records[1]["status"] == "failed" and records[1]["reward"] is None and len(records[1]["messages"]) == 2
     assert "metadata" not in records[1] and records[2]["metadata"] == {"level": 3}  # of another group
-    read = conversations(tmp_path / "trajectories" / "step_000010.jsonl")
-    assert [row["metadata"] for row in read] == [{"level": 3}] * 4
+    file = tmp_path / "trajectories" / "step_000010.jsonl"
+    assert [(line, row["metadata"]) for line, row in conversations(file)] == [(n, {"level": 3}) for n in range(4)]
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text(lines[0] + "{cut\n" + lines[1] + lines[2])
+    read = [(line, row["metadata"]) for line, row in conversations(file)]
+    assert read == [(0, {"level": 3}), (2, None), (3, {"level": 3})], "whose metadata line 2 has is not known"
+
+
+FLAKY = """
+from dataclasses import dataclass
+from mtgrpo.log import Tracker
+
+@dataclass
+class Flaky(Tracker):
+    def begin(self, context): pass
+    def write(self, metrics, step): pass
+    def end(self): raise ConnectionError("the network is gone")
+"""
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_tracker_that_fails_as_it_closes_ends_nothing(
+    place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    names = ["console", "jsonl"]
+    names.insert(place, f"{tmp_path}/flaky.py:Flaky")
+    async with open_sinks(names, RunContext(tmp_path, print, {})) as sinks:
+        sinks.stage("evaluation", 1)
+    said = "the sink Flaky failed and gets nothing more: ConnectionError: the network is gone"
+    assert said in (tmp_path / "notes.txt").read_text() + "".join(capsys.readouterr())
 
 
 def test_trajectories_tell_when_everything_began(tmp_path: Path) -> None:

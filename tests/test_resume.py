@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import math
@@ -511,6 +512,20 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     saved = find_newest(tmp_path, print)
     assert saved is not None and saved.step == 2
     assert "is not finite: not saved" in (tmp_path / "notes.txt").read_text()
+
+
+def test_after_a_checkpoint_that_could_not_be_written_the_last_whole_step_is(tmp_path: Path) -> None:
+    def full_once(folder: Path, step: int, *rest: Any) -> Path:
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, step, *rest)
+
+    real = checkpoint.write
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(checkpoint, "write", full_once)
+        ran(tmp_path)
+    saved = find_newest(tmp_path, print)
+    assert saved is not None and saved.step == 4
 
 
 def _raise(error: Exception) -> None:

@@ -368,6 +368,10 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("--fail-under 0.5", "is for eval"),
     ],
     "eval": [
+        (
+            "model.name=tiny-calculator resume=true hydra.run.dir=run",
+            "run is the folder of a run that trains: eval needs",
+        ),
         ("", "eval needs checkpoint="),
         ("sampling.temperature=0.5", "has no effect: samples are of temperature 1, and greedy ones besides"),
         ("model.name=tiny", "eval needs checkpoint="),

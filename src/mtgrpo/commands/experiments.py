@@ -27,7 +27,7 @@ from mtgrpo.config.compose import Configured, ExperimentLoader, composed_from
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
-from mtgrpo.config.run_record import claimed, found_in
+from mtgrpo.config.run_record import MEASURED, claimed, found_in
 from mtgrpo.config.sweep import combinations, corners, describe_space, read_space
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, meant, program, refuse_unreadable
@@ -191,7 +191,13 @@ def _place(command: str, words: Sequence[str], config: DictConfig, several: bool
     resumable = command not in MEASURES or (command == "eval" and "resume" in given)  # else it is the record's
     HydraConfig.instance().set_config(config)
     wanted = Path(str(OmegaConf.select(config, key))).expanduser()
-    return wanted, key in given, resumable and str(config.resume).lower() == "true"
+    resumed, measured = resumable and str(config.resume).lower() == "true", (wanted / MEASURED).is_file()
+    metrics = wanted / "metrics.jsonl"
+    begun = measured or (metrics.is_file() and metrics.stat().st_size)
+    if resumed and begun and measured != (command == "eval"):
+        what = "an evaluation" if measured else "a run that trains"
+        raise ConfigError(f"{wanted} is the folder of {what}: {command} needs another, as hydra.run.dir=PATH")
+    return wanted, key in given, resumed
 
 
 def _run(command: str, loader: ExperimentLoader, words: list[str], several: bool) -> None:

@@ -18,11 +18,10 @@ from jinja2.exceptions import TemplateError
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.recipe import absolute
 from mtgrpo.config.run_record import LEFT_OUT, is_own
-from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
 from mtgrpo.parts.extension import options
-from mtgrpo.record.reading import read_runs
+from mtgrpo.record.reading import BEFORE, read_runs
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.files import read_lines
 from mtgrpo.runtime.plain_yaml import parse_yaml
@@ -60,12 +59,13 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
     """From the conversations in the folder of a run; None where there are none that the chat template takes."""
     best, tools, example, asked = -1, list[Any](), "", dict[str, Any]()
     opening: list[dict[str, Any]] | None = None
-    for worth, begun, messages, offered, row in _conversations(run, float(settings.get("reward.success_at") or 1)):
+    (record,) = read_runs([run])
+    file = run / "trajectories" / f"{record.newest or BEFORE}.jsonl"
+    for worth, begun, messages, offered, row in _conversations(file, float(settings.get("reward.success_at") or 1)):
         pairs = zip(begun, begun if opening is None else opening, strict=False)
         opening = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         if worth > best and (text := _rendered(tokenizer, messages, offered)):
             best, tools, example, asked = worth, offered, text, row
-    (record,) = read_runs([run])
     words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
     if "recipe" in settings and not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={settings['recipe']}", *words]  # with a model's name it would be another one
@@ -73,12 +73,12 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
     return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"], own) if example else None
 
 
-def _conversations(run: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
-    """Those of the evaluation after training, or of a step.
+def _conversations(file: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
+    """Those in a file.
 
     Of each, what it is worth as an example, the messages before the question, all of them, the tools, the task's row.
     """
-    file, tools, known = min((run / "trajectories").glob("*.jsonl"), default=run), list[Any](), dict[str, Any]()
+    tools, known = list[Any](), dict[str, Any]()
     for line in read_lines(file):
         try:
             row = json.loads(line.text)

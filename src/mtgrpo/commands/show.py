@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(printable(f"{run.folder}, {path.stem}"), "bold"))
     tools: Any = None  # None: not recorded
-    numbered = enumerate(reading.conversations(path))
+    numbered = reading.conversations(path)
     if shown_tokens:  # those that were paid for anything first
         out.print(shown_tokens.legend(out))
         kept = [(line, row) for line, row in numbered if line in shown_tokens]

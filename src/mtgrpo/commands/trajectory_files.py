@@ -27,12 +27,12 @@ def write_conversations(place: Path, step: int | None, form: str, out: Path, dry
     path = run.trajectories("" if step is None else f"step_{step:06d}")
     name, rows = path.stem, list(conversations(path))
     if form == "inspect":
-        log = inspect_log(run, path, rows)
+        log = inspect_log(run, path, [row for _, row in rows])
         written = log["eval"]["created"][:19].replace(":", "-")  # names of logs begin so
         made = {f"{written}+00-00_{name.replace('_', '-')}_log": log}
     else:
         record = read_tokens(run.folder, step_of(name))
-        files = ((line, trajectory(run, name, line, row, record)) for line, row in enumerate(rows))
+        files = ((line, trajectory(run, name, line, row, record)) for line, row in rows)
         made = {f"{name}_{line:06d}": found for line, found in files if found["steps"]}  # some fail before they begin
     if not dry_run:
         with put_whole(out) as partial:

@@ -21,6 +21,7 @@ from mtgrpo.runtime.plain_yaml import read_bounded
 from mtgrpo.weights.saved import find_steps, newest_of
 
 CHECKPOINTS = "checkpoints/step_*"
+MEASURED = "journal.json"  # in the folder of an evaluation: the settings with which it began
 LEFT_OUT = {"hydra", "log", "resume", "resume_mode", "devices", "parallel"}
 UNUSED = (".hydra", LOCK, "notes.txt", "versions.json")  # what a run leaves that has not begun
 

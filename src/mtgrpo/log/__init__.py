@@ -17,6 +17,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part, RunContext, Text, built, extension, named
 from mtgrpo.runtime.files import write_whole
 from mtgrpo.runtime.packages import refuse_without_package
+from mtgrpo.runtime.text import complain
 from mtgrpo.types import EVALUATION, LEARNING
 
 
@@ -125,10 +126,15 @@ class Sinks:
         stack.push_async_callback(self._close, running, opening)
 
     async def _close(self, sink: Sink, opening: AsyncExitStack) -> None:
+        used = sink in self._sinks
+        self._sinks = [one for one in self._sinks if one is not sink]  # notes go to those that are still open
         try:
             await opening.aclose()
         except Exception as error:
-            self._failed(sink, error)
+            if sink.required:
+                raise
+            if used:
+                (self.note if self._sinks else complain)(self._lost(sink, error))
 
     def stage(self, name: str, total: int) -> None:
         self._each(lambda sink: sink.stage(name, total))
@@ -165,7 +171,11 @@ class Sinks:
             self._sinks.remove(sink)
             if not self._sinks:  # nobody is left who could be told
                 raise error
-            self.note(f"the sink {type(sink).__name__} failed and gets nothing more: {extension.explained(error)}")
+            self.note(self._lost(sink, error))
+
+    @staticmethod
+    def _lost(sink: Sink, error: Exception) -> str:
+        return f"the sink {type(sink).__name__} failed and gets nothing more: {extension.explained(error)}"
 
 
 @asynccontextmanager

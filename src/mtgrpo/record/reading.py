@@ -195,13 +195,18 @@ def held_out_reward(folder: Path) -> float | None:
     return values.get("eval/reward/after", values.get("eval/reward"))
 
 
-def conversations(path: Path) -> Iterator[Json]:
-    """Those of a file of trajectories, each with its tools and its task's metadata; other lines are left out."""
-    last: Json = dict.fromkeys(WHERE_THEY_CHANGE)  # None: of a run from before they were written
+def conversations(path: Path) -> Iterator[tuple[int, Json]]:
+    """Those of a file of trajectories, each with its line, from 0, its tools and its task's metadata.
+
+    Lines that cannot be read are left out, and what the next one takes from them is not known.
+    """
+    unknown: Json = dict.fromkeys(WHERE_THEY_CHANGE)  # None: also of a run from before they were written
+    last = unknown
     for line in read_lines(path):
-        if (row := parse_row(line.text, TRAJECTORY)) is not None:
-            last = {name: row.get(name, last[name]) for name in last}
-            yield row | last
+        row = parse_row(line.text, TRAJECTORY)
+        last = unknown if row is None else {name: row.get(name, last[name]) for name in last}
+        if row is not None:
+            yield line.number - 1, row | last
 
 
 def heads(path: Path) -> Sequence[Head]:

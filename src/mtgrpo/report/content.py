@@ -197,7 +197,7 @@ def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 def examples(run: RunRecord) -> tuple[str, list[Example]]:
     """Where they come from, and some conversations: successes, then others, each of another task."""
     chosen: dict[bool, dict[str, Example]] = {True: {}, False: {}}
-    for row in conversations(run.trajectories(run.newest)) if run.newest else ():
+    for _, row in conversations(run.trajectories(run.newest)) if run.newest else ():
         success, task = run.succeeded(row), str(row.get("task"))
         if len(chosen[success]) < _EXAMPLES and task not in chosen[success]:
             chosen[success][task] = _example(row, success)

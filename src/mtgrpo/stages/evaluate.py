@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
+from mtgrpo.config.run_record import MEASURED
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table
 from mtgrpo.evaluation.statistics import INTERVALS
@@ -214,7 +215,7 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
     journal, numbers = Journal(None if run.experiment.agent.active else run.folder / "journal"), itertools.count()
     name = run.experiment.model.name
     settings = {**settings_of(run.folder), "model.name": name, "model.files": str(_files(Path(name)))}
-    begun = run.folder / "journal.json"
+    begun = run.folder / MEASURED
     if begun.is_file():
         if not (recorded := read_object(begun, TEXTS)):
             raise ConfigError(f"{begun} does not say with which settings its evaluation began; take another folder")

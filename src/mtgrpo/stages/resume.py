@@ -8,7 +8,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.parts import extension
-from mtgrpo.record.reading import BEFORE, GREEDY, read_settings, read_summary
+from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, read_settings, read_summary
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
 _MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
@@ -78,6 +78,15 @@ def final_results(folder: Path, step: int) -> Mapping[str, Any]:
     summary = read_summary(folder)
     ended = summary.get("train/steps") == step and "eval/success/after" in summary
     return {name: value for name, value in summary.items() if name.endswith("/after")} if ended else {}
+
+
+def forget_end(folder: Path) -> None:
+    """Remove what a run left as it ended, where it has ended and takes another step."""
+    if (summary := folder / "summary.json").is_file():
+        summary.unlink()
+        for path in (folder / "trajectories").glob("*.jsonl"):
+            if path.stem.startswith((AFTER, GREEDY[AFTER])):
+                path.unlink()
 
 
 def _cut_back(folder: Path, found: Checkpoint | None) -> None:

@@ -85,7 +85,11 @@ class Saver:
         Raises what went wrong with the checkpoint before.
         """
         if self._writing is not None:
-            self.path = await asyncio.shield(asyncio.wrap_future(self._writing))
+            try:
+                self.path = await asyncio.shield(asyncio.wrap_future(self._writing))
+            except Exception:
+                self._writing = None  # the step after it may still be written
+                raise
         if self._mark is not None:
             self._write(self._mark)
 
@@ -94,8 +98,9 @@ class Saver:
 
         Notes where its weights are gone, because another update has begun to change them.
         """
-        if self._writing is not None:
-            self.path = self._writing.result()
+        if (writing := self._writing) is not None:
+            self._writing = None
+            self.path = writing.result()
         if self._mark is None:
             return
         if self._mark.changes == self._run.trainer.changes:

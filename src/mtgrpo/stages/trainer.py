@@ -26,7 +26,7 @@ from mtgrpo.stages.budget import Budget, no_better
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.restarts import restarting
-from mtgrpo.stages.resume import differences, final_results, settings_of
+from mtgrpo.stages.resume import differences, final_results, forget_end, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
@@ -162,7 +162,7 @@ class _Training:
         """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
         run, began, step = self._run, time.perf_counter(), self.budget.steps + 1
         self._neighbours.begin_step()
-        (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
+        forget_end(run.folder)
         batch = await self.stream.batch(version=self.budget.steps)
         left_out = untrained(batch, run.experiment)
         evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups, left_out, run.engine.pushes)
