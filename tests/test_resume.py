@@ -229,6 +229,15 @@ def test_a_run_goes_on_in_another_folder_and_further(tmp_path: Path, unbroken: P
     assert steps == [5, 6]
 
 
+def test_a_run_that_had_ended_and_goes_on_has_no_end_until_it_has_another(tmp_path: Path, unbroken: Path) -> None:
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError):
+        patched(Stream, "batch", 1, lambda: _raise(EngineError("broken")), patch)
+        ran(folder, "resume=true", "trainer.steps=6")
+    kept = {path.stem for path in (folder / "trajectories").iterdir()} - {f"step_{n:06d}" for n in range(1, 6)}
+    assert kept == {"evaluation_before", "greedy_before"} and not (folder / "summary.json").exists()
+
+
 # --- everything that an update depends on
 
 
@@ -475,10 +484,6 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
         ran(tmp_path)
 
 
-def _raise(error: type[BaseException]) -> None:
-    raise error("the world ends")
-
-
 def test_what_is_saved_elsewhere_is_not_said_to_be_here(tmp_path: Path, unbroken: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
         patched(trainer, "make_stream", 1, lambda: _raise(MemoryError), patch)
@@ -528,7 +533,7 @@ def test_after_a_checkpoint_that_could_not_be_written_the_last_whole_step_is(tmp
     assert saved is not None and saved.step == 4
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: type[BaseException] | BaseException) -> None:
     raise error
 
 
