@@ -511,6 +511,41 @@ def test_a_task_that_is_another_each_time_is_noted(run: Run, place: Path) -> Non
     assert code == 0 and "task 0 is another each time it is made, so no two runs measure the same: draw from" in err
 
 
+@pytest.mark.parametrize(
+    ("asked", "left_out", "said"),
+    [
+        ("1?", None, ""),
+        (
+            "1?",
+            3,
+            "the demonstration of task said/1 ends with a message of role tool: the policy does not see how to go on",
+        ),
+        (
+            "1?",
+            2,
+            "the demonstration of task said/1 makes 1 calls and has 0 answers: a message of role tool belongs after",
+        ),
+        (
+            "what? " * 2000,
+            None,
+            "tokens or more, of which none is learned from: raise batch.token_budget or environment.m",
+        ),
+    ],
+)
+def test_what_a_demonstration_lacks_is_noted(
+    asked: str, left_out: int | None, said: str, run: Run, place: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "tool", "arguments": {"number": 1}}]}
+    answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    messages = [{"role": "user", "content": asked}, call, *answers]
+    shown = [message for number, message in enumerate(messages) if number != left_out]
+    Path("said.jsonl").write_text(json.dumps({"messages": shown}) + "\n")
+    Path("own.py").write_text("def tool(number: int) -> str:\n    'Says it.'\n    return '1'\n")
+    words = "sft.steps=1 sft.demonstrations=said.jsonl environment.tools=[own.py:tool]"
+    code, out, err = run("train", *SMALL, *words.split(), "--dry-run")
+    assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
+
+
 def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "Own", "arguments": {}}]}
     said = [{"role": "user", "content": "1?"}, call, {"role": "tool", "content": "1"}]

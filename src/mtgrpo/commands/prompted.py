@@ -67,6 +67,7 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
         if worth > best and (text := _rendered(tokenizer, messages, offered)):
             best, tools, example, asked = worth, offered, text, row
     words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
+    words = [word for word in words if not word.startswith("optimizer.lr=")]  # which the card says anew
     if "recipe" in settings and not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={settings['recipe']}", *words]  # with a model's name it would be another one
     own = record.settings if is_own(run) else {}

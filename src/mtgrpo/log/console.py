@@ -202,7 +202,8 @@ def _obstacles(metrics: Mapping[str, float]) -> list[str]:
         cut = {name: share for name, share in metrics.items() if name.startswith(f"{area}/truncated/")}
         if metrics.get(f"{area}/truncated", 0) > 0.5:
             limit = max(cut, key=lambda name: cut[name])
-            obstacles.append(f"{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
+            held_out = "held-out " * (area == "eval" and "reward/mean" in metrics)
+            obstacles.append(f"{held_out}{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
     return obstacles
 
 

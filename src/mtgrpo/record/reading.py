@@ -127,6 +127,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
                 raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
+            above = next(filter(_is_run, place.absolute().parents[:2]), None)  # as of a checkpoint
+            newest = f"; its run is {above}" if above else newest
             raise ConfigError(
                 f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest or beside(place)}"
             )

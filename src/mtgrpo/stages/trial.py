@@ -156,7 +156,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     shown = (
         (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
-    told, taken, first = list[str](), False, list(islice(shown, GRADED))
+    told, lengths, taken, first = list[str](), list[int](), False, list(islice(shown, GRADED))
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
     for number, (task, messages) in enumerate(first[:FEW]):
         try:
@@ -166,7 +166,8 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 taken = taken or takes
                 if why and not taken:
                     raise ConfigError(f"{why}; correct it")
-                told += [why] if why else []
+                told += filter(None, [why, _lacking(task, messages)] if type(environment) is ToolUse else [why])
+                lengths.append(example.longest_context_tokens)
                 if environment.replayable and not experiment.agent.active:
                     told += await _play(experiment, task, messages, chat, graded=number == 0)
         except ConfigError:
@@ -181,7 +182,24 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             if not (failed and experiment.sft.demonstrations):  # whose rows may lack what is for calls alone
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
             told.append(f"the demonstration of task {task.id}: {why}")
+    room = max(experiment.batch.context, environment.max_context_length)
+    if lengths and min(lengths) > room:
+        notes.append(
+            f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
+            f"from: raise batch.token_budget or environment.max_context_length above {room}"
+        )
     return notes + told[:1] + await _paid(experiment, [_conversation(*each) for each in first])
+
+
+def _lacking(task: Task, messages: Sequence[Message]) -> str:
+    """What a demonstration lacks where a tool answers every call, and the policy then goes on; "" = nothing."""
+    calls = [call for message in messages for call in message.tool_calls if call.name != CONDENSE.name]
+    answered, whose = sum(message.role == "tool" for message in messages), f"the demonstration of task {task.id}"
+    if answered < len(calls):
+        return f"{whose} makes {len(calls)} calls and has {answered} answers: a message of role tool belongs after each"
+    if messages[-1].role == "assistant":
+        return ""
+    return f"{whose} ends with a message of role {messages[-1].role}: the policy does not see how to go on from there"
 
 
 async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
