@@ -71,7 +71,7 @@ class Trends:
         self.success = max(self.success, success)
         cure = f"choose {_more_variance(success)}"
         if success < self.success / 2:
-            cure = f"success was {self.success:.2g} once: set optimizer.lr lower and go on from a checkpoint of then"
+            cure = f"success was {self.success:.2g} once: set a third of optimizer.lr and go on from before"
         unsolved = success < 0.8  # a policy that solves its tasks may be sure of itself
         best, widest = (max(values, default=0.0) for values in (list(zip(*self._before, strict=True)) or [(), ()]))
         self._before.append((success, 0.0 if math.isnan(entropy) else entropy))
@@ -99,8 +99,8 @@ class Trends:
             "entropy": f"the policy's entropy fell from {self.entropy:.2g} to {entropy:.2g} nats while tasks are not "
             "solved: it explores little; set algorithm.entropy_coef or kl.coef above 0, or optimizer.lr lower",
             "collapse": f"the policy has collapsed: within {SUDDEN} steps its success fell from {best:.2g} to "
-            f"{success:.2g} and its entropy from {widest:.2g} to {entropy:.2g} nats; set optimizer.lr lower and go on "
-            "from the last good checkpoint",
+            f"{success:.2g} and its entropy from {widest:.2g} to {entropy:.2g} nats; set a third of optimizer.lr and "
+            "go on from the last good checkpoint",
             "mismatch": f"in a conversation the servers' log-probabilities differ from the trainer's by {mismatch:.2g} "
             f"nats, in the steps before by at most {usual:.2g}: does somebody else write weights to a server?",
             "tools": f"tools are hardly used any more: in {tool_rate:.1%} of the conversations, once in "
