@@ -28,7 +28,10 @@ FINE = {
     [
         ({"policy/entropy": 0.05}, "algorithm.entropy_coef"),
         ({"reward/groups_with_variance": 0.0}, "rollout.group_size"),
-        ({"reward/groups_with_variance": 0.0, "reward/success": 0.0}, "success was 0.4 once: set a third of optimizer.lr"),
+        (
+            {"reward/groups_with_variance": 0.0, "reward/success": 0.0},
+            "was 0.4 once: set a third of optimizer.lr",
+        ),
         ({"rollout/tool_rate": 0.05}, "in 5.0% of the conversations, once in 60%, while tasks are not solved"),
         ({"rollout/truncated": 0.8, "rollout/truncated/max_turns": 0.8}, "by a limit (max_turns): set it higher"),
     ],
