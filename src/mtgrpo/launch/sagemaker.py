@@ -5,6 +5,7 @@ The request is a dictionary, and all but the upload needs neither boto3 nor cred
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -96,8 +97,9 @@ def prepare(words: Sequence[str], spot: bool) -> Job:
     composed = compose(parse(ours))
     composed.experiment.check_training()
     name = own["name"] or _name(composed)
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"name={name}: letters, digits and single hyphens between them, 63 at most")
+    for key, value in {"name": name, "run": own["run"] or name}.items():
+        if not NAME.fullmatch(value):
+            raise ConfigError(f"{key}={value}: letters, digits and single hyphens between them, 63 at most")
     named = bundle.user_files(composed, ours, _listed(own["files"]))
     fleet, engine = fit(composed.experiment, kind, own["count"]), composed.experiment.engine
     files: dict[str, bytes | Path] = {
@@ -167,8 +169,8 @@ def _request(
     own: dict[str, str], name: str, hyperparameters: dict[str, str], fleet: Fleet, spot: bool
 ) -> dict[str, Any]:
     """As `create_training_job` takes it."""
-    home, seconds = f"s3://{own['bucket']}/mtgrpo", int(float(own["hours"]) * 3600)
-    waiting = {"MaxWaitTimeInSeconds": max(seconds, int(float(own["wait_hours"]) * 3600))} if spot else {}
+    home, seconds = f"s3://{own['bucket']}/mtgrpo", math.ceil(float(own["hours"]) * 3600)
+    waiting = {"MaxWaitTimeInSeconds": max(seconds, math.ceil(float(own["wait_hours"]) * 3600))} if spot else {}
     return {
         "TrainingJobName": name,
         "RoleArn": own["role"],
@@ -189,7 +191,7 @@ def _request(
         "ResourceConfig": {
             "InstanceType": own["instance"],
             "InstanceCount": fleet.hosts,
-            "VolumeSizeInGB": int(float(own["volume_gb"])),
+            "VolumeSizeInGB": math.ceil(float(own["volume_gb"])),
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": seconds, **waiting},
         "EnableManagedSpotTraining": spot,
@@ -224,10 +226,13 @@ def submit(job: Job) -> None:
 
 
 def upload(job: Job) -> None:
-    """Upload what the job needs. Raises ConfigError where AWS refuses; the bucket is looked at first."""
-    s3 = client("s3", job.region)
+    """Upload what the job needs. Raises ConfigError where AWS refuses, or the run that it goes on from is not there."""
+    s3, kept = client("s3", job.region), job.request["CheckpointConfig"]["S3Uri"]
     with aws(f"bucket={job.bucket}: there is none that you may use; make it, or name another"):
         s3.head_bucket(Bucket=job.bucket)
+        saved = s3.list_objects_v2(Bucket=job.bucket, Prefix=f"{kept.split('/', 3)[3]}/", MaxKeys=1)["KeyCount"]
+    if f"/{job.name}/" not in kept and not saved:
+        raise ConfigError(f"run={kept.split('/')[-2]}: nothing is saved in {kept}; name the job with which the run began")
     with aws(f"bucket={job.bucket}: what the job needs could not be uploaded"):
         for name, content in job.files.items():
             body = content.read_bytes() if isinstance(content, Path) else content

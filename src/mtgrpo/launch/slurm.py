@@ -21,7 +21,6 @@ SBATCH = {  # options of sbatch that are passed on, and what they are for
 }
 OPTIONS = {"nodes": "1", "gpus": "1", "name": "mtgrpo", **dict.fromkeys(SBATCH, "")}
 RAY = """\
-port=6379
 srun --nodes=1 --ntasks=1 -w "$head" ray start --head --node-ip-address="$head" --port="$port" --block &
 sleep 20
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -33,9 +32,9 @@ srun --overlap --nodes=1 --ntasks=1 -w "$head" {run} cluster.address="$head:$por
 """
 TORCHRUN = """\
 srun {python} -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {each} \\
-    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \\
-    -m mtgrpo {run}
+    {meeting} -m mtgrpo {run}
 """
+MEETING = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID"'
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,10 +78,12 @@ def script(words: Sequence[str], python: str) -> str:
         "#SBATCH --requeue",
         "set -euo pipefail",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))  # of this job alone, as a machine may have several",
     ]
     program = shlex.quote(python)
     if experiment.cluster.places:
         body = RAY.format(run=f"{program} -m mtgrpo {run}")
     else:
-        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), run=run)
+        meeting = MEETING if int(job["nodes"]) > 1 else "--standalone"
+        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), meeting=meeting, run=run)
     return "\n".join([*lines, body])
