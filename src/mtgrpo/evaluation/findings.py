@@ -103,11 +103,11 @@ def table(findings: Mapping[str, Findings], control: Comparison | None, interval
 
 
 def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Comparison | None:
-    """How much tools change success, task by task; None where nothing was played without them."""
+    """How much tools change success, task by task in the order of both; None where nothing was played without them."""
     if NO_TOOLS not in groups:
         return None
     without, with_tools = (
-        {of_task[0].task.id: _outcomes(of_task, success_at) for of_task in _by_task(groups[name].sampled)}
+        {str(place): _outcomes(of.valid, success_at) for place, of in enumerate(groups[name].sampled) if of.valid}
         for name in (NO_TOOLS, "")
     )
     return compare_by_task(without, with_tools)

@@ -232,7 +232,7 @@ def upload(job: Job) -> None:
         s3.head_bucket(Bucket=job.bucket)
         saved = s3.list_objects_v2(Bucket=job.bucket, Prefix=f"{kept.split('/', 3)[3]}/", MaxKeys=1)["KeyCount"]
     if f"/{job.name}/" not in kept and not saved:
-        raise ConfigError(f"run={kept.split('/')[-2]}: nothing is saved in {kept}; name the job with which the run began")
+        raise ConfigError(f"run={kept.split('/')[-2]}: nothing is saved in {kept}; name the job that began the run")
     with aws(f"bucket={job.bucket}: what the job needs could not be uploaded"):
         for name, content in job.files.items():
             body = content.read_bytes() if isinstance(content, Path) else content

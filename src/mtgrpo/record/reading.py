@@ -28,6 +28,7 @@ GREEDY = {BEFORE: "greedy_before", AFTER: "greedy_after"}  # and of the greedy o
 LOCK = ".lock"  # in the folder of a run from its beginning
 _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 _POINTS = 2000  # rows of metrics that are kept
+_STAGES = 9  # of a run there are fewer; what is no run may have as many as rows
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
@@ -151,14 +152,17 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
-    """Every row is looked at; about `points` are kept of training, as many of evaluation, and always the last."""
-    rows, measured, last = _Thinned(points), _Thinned(points), None
-    for last in read_lines(path):
-        (measured if last.text.find(_MARK, -_END) >= 0 else rows).add(last)
-    lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *([last] if last else [])]}
+    """Every row is looked at; about `points` are kept of training and of evaluation, and always the last of each stage."""
+    rows, measured, last = _Thinned(points), _Thinned(points), dict[bytes, Line]()
+    for line in read_lines(path):
+        (measured if line.text.find(_MARK, -_END) >= 0 else rows).add(line)
+        if (stage := line.text.partition(b",")[0]) in last or len(last) < _STAGES:
+            last[stage] = line
+        last[b""] = line
+    lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *last.values()]}
     parsed = [parse_row(lines[number], METRICS) for number in sorted(lines)]
     good = [row for row in parsed if row is not None]
-    return Metrics(good, last.number if last else 0, len(parsed) - len(good))
+    return Metrics(good, last[b""].number if last else 0, len(parsed) - len(good))
 
 
 def read_settings(folder: Path) -> dict[str, str]:
