@@ -303,7 +303,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("eval.tasks=0", "eval.tasks"),
         ("eval.samples=0", "eval.samples"),
         ("eval.sets=[gsm9k]", "did you mean gsm8k?"),
-        ("eval.sets={easy:{task:[gsm9k]}}", "did you mean gsm8k?"),
+        ("eval.sets={easy:{task:[gsm9k]}}", "there is no task named"),
         ("eval.sets={easy:{task:jsonl,val_files:[away.jsonl]}}", "away.jsonl"),
         ("eval.no_tools=true environment=single_turn", "no tools"),
         ("checkpoint.every_steps=-1", "checkpoint.every_steps"),

@@ -152,7 +152,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
-    """Every row is looked at; about `points` are kept of training and of evaluation, and always the last of each stage."""
+    """Every row is looked at; about `points` are kept of training, as many of evaluation, and each stage's last."""
     rows, measured, last = _Thinned(points), _Thinned(points), dict[bytes, Line]()
     for line in read_lines(path):
         (measured if line.text.find(_MARK, -_END) >= 0 else rows).add(line)
