@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         experiments.main("train", "", [*words, "--dry-run"], read_cpu_times())
     if not args.dry_run:
         reach("--address", args.address, parts.hostname, parts.port or PORTS[parts.scheme])
-    place = QuotedString(f"{Path.cwd()}/outputs/{name}", Quote.single).with_quotes()
-    words += _missing(args.words, {"hydra.run.dir": place})
+    outputs = QuotedString(f"{Path.cwd()}/outputs/{name}", Quote.single)
+    words += _missing(args.words, {"hydra.run.dir": outputs.with_quotes()})
     command = shlex.join([args.python, "-m", "mtgrpo", "train", *words])
     print(f"job {name}: {command}")
     if args.dry_run:

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     build = ["docker", "build", f"--build-arg=TORCH={torch}", f"--build-arg=EXTRAS={args.extras}", f"-t={image}"]
     start = ["docker", "run", "--rm", "--init", *gpus, *(f"--env={name}" for name in args.env)]
     start += [f"-v={here}:{here}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={here}", image, "train"]
-    place = QuotedString(str(run), Quote.single).with_quotes()
-    start += [*(str(word.input_line) for word in words if word not in named), f"hydra.run.dir={place}"]
+    start += [str(word.input_line) for word in words if word not in named]
+    start.append(f"hydra.run.dir={QuotedString(str(run), Quote.single).with_quotes()}")
     if args.dry_run:
         print(f"{shlex.join([*build, str(source)])}\n{shlex.join(start)}")
         return 0

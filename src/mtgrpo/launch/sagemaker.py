@@ -68,9 +68,7 @@ class Job:
 
 def main(arguments: Sequence[str]) -> int:
     """Check a job, upload what it needs and create it; with --dry-run print the request. Raises ConfigError."""
-    lines = [
-        f"  {name + '=':<12}{what}{f' ({default})' if default else ''}" for name, (default, what) in OPTIONS.items()
-    ]
+    lines = [f"  {name + '=':<12}{what}{f' ({usual})' if usual else ''}" for name, (usual, what) in OPTIONS.items()]
     about = "\n".join([__doc__ or "", *lines])
     form = argparse.RawDescriptionHelpFormatter
     parser = Arguments("mtgrpo launch sagemaker", description=about, formatter_class=form)
@@ -79,8 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the request; needs no boto3 and no credentials")
     args = parser.parse_intermixed_args(arguments)
     job = prepare(args.words, args.spot)
-    for line in job.told:
-        print(line, file=sys.stderr)
+    print(*job.told, sep="\n", file=sys.stderr)
     if args.dry_run:
         shown = job.request | {"Environment": dict.fromkeys(job.request["Environment"], "***")}
         show(json.dumps(shown, indent=2))
@@ -165,9 +162,7 @@ def _name(composed: Configured) -> str:
     return f"mtgrpo-{re.sub('[^a-zA-Z0-9]+', '-', stem)[:30]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
-def _request(
-    own: dict[str, str], name: str, hyperparameters: dict[str, str], fleet: Fleet, spot: bool
-) -> dict[str, Any]:
+def _request(own: dict[str, str], name: str, given: dict[str, str], fleet: Fleet, spot: bool) -> dict[str, Any]:
     """As `create_training_job` takes it."""
     home, seconds = f"s3://{own['bucket']}/mtgrpo", math.ceil(float(own["hours"]) * 3600)
     waiting = {"MaxWaitTimeInSeconds": max(seconds, math.ceil(float(own["wait_hours"]) * 3600))} if spot else {}
@@ -184,7 +179,7 @@ def _request(
                 for metric in sagemaker_entry.METRICS
             ],
         },
-        "HyperParameters": {key: value for key, value in hyperparameters.items() if value},
+        "HyperParameters": {key: value for key, value in given.items() if value},
         "InputDataConfig": [_channel(CODE, f"{home}/{name}/{CODE}/")],
         "OutputDataConfig": {"S3OutputPath": f"{home}/{name}/output"},
         "CheckpointConfig": {"S3Uri": f"{home}/{own['run'] or name}/checkpoints", "LocalPath": "/opt/ml/checkpoints"},

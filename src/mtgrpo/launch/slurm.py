@@ -32,9 +32,8 @@ srun --overlap --nodes=1 --ntasks=1 -w "$head" {run} cluster.address="$head:$por
 """
 TORCHRUN = """\
 srun {python} -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {each} \\
-    {meeting} -m mtgrpo {run}
+    --rdzv-backend c10d --rdzv-endpoint {at} --rdzv-id "$SLURM_JOB_ID" -m mtgrpo {run}
 """
-MEETING = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID"'
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -84,6 +83,6 @@ def script(words: Sequence[str], python: str) -> str:
     if experiment.cluster.places:
         body = RAY.format(run=f"{program} -m mtgrpo {run}")
     else:
-        meeting = MEETING if int(job["nodes"]) > 1 else "--standalone"
-        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), meeting=meeting, run=run)
+        at = '"$head:$port"' if int(job["nodes"]) > 1 else "localhost:0"  # a port that is free
+        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), at=at, run=run)
     return "\n".join([*lines, body])

@@ -92,7 +92,6 @@ def find(package: str, name: str, base: type, what: str = "") -> Any:
     option, for messages; by default as the folder is called.
     Raises ConfigError when there is no such file or nothing suitable in it.
     """
-    name = str(name)  # in somebody's settings it may be a number or a list
     if ".py:" in name:
         path, _, attribute = name.rpartition(":")
         module = load_file(Path(path))

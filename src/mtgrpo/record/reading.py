@@ -28,7 +28,6 @@ GREEDY = {BEFORE: "greedy_before", AFTER: "greedy_after"}  # and of the greedy o
 LOCK = ".lock"  # in the folder of a run from its beginning
 _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 _POINTS = 2000  # rows of metrics that are kept
-_STAGES = 9  # of a run there are fewer; what is no run may have as many as rows
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
@@ -156,7 +155,7 @@ def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
     rows, measured, last = _Thinned(points), _Thinned(points), dict[bytes, Line]()
     for line in read_lines(path):
         (measured if line.text.find(_MARK, -_END) >= 0 else rows).add(line)
-        if (stage := line.text.partition(b",")[0]) in last or len(last) < _STAGES:
+        if (stage := line.text.partition(b",")[0]) in last or len(last) < 9:  # a run has fewer
             last[stage] = line
         last[b""] = line
     lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *last.values()]}
@@ -188,14 +187,9 @@ def read_object(path: Path, shape: Json) -> Json:
     return (path.is_file() and parse_row(read_bounded(path, MAX_LINE_BYTES), shape)) or {}
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The values in the `summary.json` of `folder`; {} where there is none."""
-    return read_object(folder / "summary.json", RESULTS)
-
-
 def held_out_reward(folder: Path) -> float | None:
     """What a sweep optimises: the mean held-out reward of the run in `folder`, at its end. None where it has none."""
-    values = read_summary(folder)
+    values = read_object(folder / "summary.json", RESULTS)
     return values.get("eval/reward/after", values.get("eval/reward"))
 
 
@@ -275,17 +269,11 @@ class _Thinned:
 
 def _read(folder: Path, name: str) -> RunRecord:
     overrides = fit(_yaml(_own(folder, ".hydra/overrides.yaml")), [str])
-    notes = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
-    return RunRecord(
-        folder=folder,
-        name=name,
-        metrics=read_metrics(folder / "metrics.jsonl"),
-        summary=read_object(folder / "summary.json", RESULTS),
-        settings=read_settings(folder),
-        overrides=overrides or [],
-        versions=read_object(folder / "versions.json", TEXTS),
-        notes=[printable(line.decode(errors="replace")) for line in notes],
-    )
+    lines = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
+    notes = [printable(line.decode(errors="replace")) for line in lines]
+    metrics, settings = read_metrics(folder / "metrics.jsonl"), read_settings(folder)
+    summary, versions = read_object(folder / "summary.json", RESULTS), read_object(folder / "versions.json", TEXTS)
+    return RunRecord(folder, name, metrics, summary, settings, overrides or [], versions, notes)
 
 
 def _own(folder: Path, name: str) -> Path:
