@@ -14,6 +14,7 @@ import pytest
 
 import mtgrpo
 from conftest import Run
+from mtgrpo.config.compose import parse
 from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.parts.extension import load_file
 from test_sagemaker import ROOT, aws
@@ -98,6 +99,14 @@ def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -
 def test_a_wrong_script_is_refused(words: str, said: str, run: Run, place: Path) -> None:
     code, out, err = run("launch", "slurm", *words.split())
     assert (code, out) == (2, "") and said in err
+
+
+def test_a_job_of_ray_has_its_run_in_a_folder_of_any_name(run: Run, place: Path) -> None:
+    pytest.importorskip("ray")
+    (place / "a,b (c)").mkdir()
+    code, out, err = run("launch", "ray", "recipe=calculator", "--working-dir", "a,b (c)", "--dry-run")
+    assert code == 0, err
+    assert str(parse(shlex.split(out)[-1:])[0].value()).startswith(f"{place}/a,b (c)/outputs/")
 
 
 NO_DOCKER = "there is no docker on PATH: install it, or take what --dry-run prints to where it is"
