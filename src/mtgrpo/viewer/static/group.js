@@ -1,6 +1,6 @@
 // The siblings of a task beside one another, and where each parts from the one that it is compared with.
 import { go, key, link, name_of, read } from "./app.js";
-import { file_name, h, num, plural } from "./dom.js";
+import { file_name, h, highest, num, plural } from "./dom.js";
 import { chooser, colour_keys, coloured_by, context_of, hover, legend, messages_of, scale_of, tokens_of } from "./conversation.js";
 import { groups_of, squares } from "./step.js";
 
