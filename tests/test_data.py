@@ -311,7 +311,25 @@ def test_an_index_of_wikipedia_is_there_or_is_said_where_to_put(
     code, said, refusal = run("data", "wikipedia")
     assert (code, said, len(refusal.splitlines())) == (2, "", 1) and refusal.endswith(f"into {folder}\n")
     assert f"there is no index {folder}" in run(*words)[2]
-    folder.mkdir(parents=True)
+    network = iter([True, False, True])  # an interrupted download goes on, and is none of the index before its end
+
+    def download(*_: object, local_dir: Path, **__: object) -> None:
+        (local_dir / "bm25").mkdir(parents=True, exist_ok=True)
+        if not (local_dir / "bm25/a").exists():
+            (local_dir / "bm25/a").touch()
+            raise TimeoutError("cut")
+
+    def info(*_: object) -> SimpleNamespace:
+        if not next(network):
+            raise ConnectionError("offline")
+        return SimpleNamespace(sha="1")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    for _ in range(2):
+        assert run("data", "wikipedia")[0] == 2 and f"there is no index {folder}" in run(*words)[2]
     code, said, _ = run("data", "wikipedia")
+    assert code == 0 and [path.name for path in folder.iterdir()] == ["a"]
+    code, said, _ = run("data", "wikipedia")  # without asking the hub
     assert (code, said) == (0, f"environment.tools={{search: {{backend: lucene, index: {folder}}}}}\n")
     assert "there is no index" not in run(*words)[2]

@@ -241,6 +241,10 @@ def test_tools_are_compared_with_none_task_by_task() -> None:
     assert found is not None and found.difference.mean == 1.0 and found.p_value == 2 / 2**8
     assert str(found).startswith("+100.0 points (") and str(found).endswith(", p = 0.0078")
     assert control({"": EvaluationGroups(with_tools, [])}, 1.0) is None
+    with_tools[:3] = [group(9, "1", texts) for texts in (["1", "1"], ["1", "1"], ["0", "0"])]  # of the same id
+    without[3].trajectories = []  # all failed
+    found = control({"": EvaluationGroups(with_tools, []), "no_tools": EvaluationGroups(without, [])}, 1.0)
+    assert found is not None and found.difference.mean == pytest.approx(6 / 7)
 
 
 @pytest.mark.parametrize(

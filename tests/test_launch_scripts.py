@@ -14,6 +14,7 @@ import pytest
 
 import mtgrpo
 from conftest import Run
+from mtgrpo.config.compose import parse
 from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.parts.extension import load_file
 from test_sagemaker import ROOT, aws
@@ -29,7 +30,7 @@ def slurm(folder: Path, script: str, srun: str, nodes: int) -> subprocess.Comple
     """Run the script as Slurm's first machine would."""
     for name, text in {"scontrol": SCONTROL, "srun": srun, "sleep": "#!/bin/sh\n"}.items():
         executable(folder / "bin" / name, text)
-    (folder / "job.sbatch").write_text(script.replace("$head:29500", "localhost:0"))
+    (folder / "job.sbatch").write_text(script)
     variables = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7"}
     variables |= {
         "SLURM_JOB_NODELIST": "node-[1-2]",
@@ -63,7 +64,10 @@ def test_a_script_for_slurm_asks_for_machines_and_quotes_what_it_passes_on(run: 
         started[:3] == ["/opt/my env/python", "-m", "torch.distributed.run"]
         and started[started.index("--nnodes") + 1] == "3"
     )
+    assert "--rdzv-endpoint node-1:20007 --rdzv-id 7" in " ".join(started)  # of this job alone
     assert started[-5:] == ["train", "recipe=calculator", words[1], "hydra.run.dir=runs/mtgrpo", "resume=true"]
+    code, script, err = run("launch", "slurm", "recipe=calculator", "--python", "python")
+    assert code == 0 and "--rdzv-endpoint localhost:0 " in script, err
 
 
 def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -> None:
@@ -75,10 +79,10 @@ def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -
     assert done.returncode == 0, done.stderr
     assert sorted((place / "started").read_text().splitlines()) == sorted(
         [
-            "--nodes=1 --ntasks=1 -w node-1 ray start --head --node-ip-address=node-1 --port=6379 --block",
-            "--nodes=1 --ntasks=1 --exclude=node-1 ray start --address=node-1:6379 --block",
+            "--nodes=1 --ntasks=1 -w node-1 ray start --head --node-ip-address=node-1 --port=20007 --block",
+            "--nodes=1 --ntasks=1 --exclude=node-1 ray start --address=node-1:20007 --block",
             "--overlap --nodes=1 --ntasks=1 -w node-1 python -m mtgrpo train recipe=calculator cluster=ray "
-            "hydra.run.dir=runs/mtgrpo resume=true cluster.address=node-1:6379",
+            "hydra.run.dir=runs/mtgrpo resume=true cluster.address=node-1:20007",
         ]
     )
 
@@ -97,6 +101,14 @@ def test_a_wrong_script_is_refused(words: str, said: str, run: Run, place: Path)
     assert (code, out) == (2, "") and said in err
 
 
+def test_a_job_of_ray_has_its_run_in_a_folder_of_any_name(run: Run, place: Path) -> None:
+    pytest.importorskip("ray")
+    (place / "a,b (c)").mkdir()
+    code, out, err = run("launch", "ray", "recipe=calculator", "--working-dir", "a,b (c)", "--dry-run")
+    assert code == 0, err
+    assert str(parse(shlex.split(out)[-1:])[0].value()).startswith(f"{place}/a,b (c)/outputs/")
+
+
 NO_DOCKER = "there is no docker on PATH: install it, or take what --dry-run prints to where it is"
 DOCKER = """#!/bin/sh
 printf '%s\\n' "$@" > "$1.log"
@@ -113,21 +125,21 @@ def in_docker(place: Path, *words: str, **variables: str) -> subprocess.Complete
 
 
 def test_a_container_is_built_and_trains(place: Path) -> None:
-    words = ["recipe=calculator", "task.system_prompt='a; rm -rf $b'", "hydra.run.dir=runs/a"]
+    words = ["recipe=calculator", "task.system_prompt='a; rm -rf $b'", "hydra.run.dir='runs/a,b'"]
     asked = [*words, "--gpus", "all", "--extras", "data,search", "--env", "HF_TOKEN"]
     done = in_docker(place, *asked, HF_TOKEN="secret")
     assert (done.returncode, done.stderr) == (0, "")
     built, started = ((place / f"{name}.log").read_text().splitlines() for name in ("build", "run"))
     image = "mtgrpo:gpu-data-search"
     assert built == ["build", "--build-arg=TORCH=gpu", "--build-arg=EXTRAS=data,search", f"-t={image}", str(ROOT)]
-    run = place / "runs/a"
+    run = place / "runs/a,b"
     assert run.is_dir(), "else Docker makes it, and it is root's"
     assert started == [
         *("run", "--rm", "--init", "--gpus", "all", "--ipc=host", "--env=HF_TOKEN"),
         *(f"-v={place}:{place}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={place}"),
-        *(image, "train", *words[:2], f"hydra.run.dir={run}"),
+        *(image, "train", *words[:2], f"hydra.run.dir='{run}'"),
     ]
-    again = [word.replace("=runs/a", "='~/runs/a'") for word in asked]
+    again = [word.replace("'runs/a", "'~/runs/a") for word in asked]
     printed = in_docker(place, *again, "--dry-run", PATH="/usr/bin:/bin").stdout.splitlines()
     assert [shlex.split(line)[1:] for line in printed] == [built, started]
 

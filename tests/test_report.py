@@ -154,6 +154,10 @@ def test_few_rows_are_all_kept_and_many_are_thinned(tmp_path: Path) -> None:
     assert (steps[0], steps[-1]) == (1, 10_000)
     assert len({after - before for before, after in pairwise(steps[:-1])}) == 1  # evenly
     assert [line["eval/success"] for line in found.stage("evaluation")] == [0.5]  # rare, and never left out
+    first = [json.dumps(row("warm start", step, sft__loss=1)) for step in range(1, 1_000)]
+    path.write_text("\n".join([*first, *lines, json.dumps(row("evaluation", 90, eval__success=0.9))]) + "\n")
+    ends = read_metrics(path, points=100)
+    assert [ends.stage(stage)[-1]["step"] for stage in ("warm start", LEARNING, "evaluation")] == [999, 10_000, 90]
     lines[6001] = json.dumps(
         json.loads(lines[6001]) | dict.fromkeys(["eval/success", "eval/turns", "eval/failed"], 0.7)
     )

@@ -102,6 +102,7 @@ def test_a_dry_run_prints_the_request_without_boto3_and_credentials(
         ("count=0", "count=0: give a number of machines"),
         ("count=many", "count=many: give a number of machines"),
         ("name=a_job", "name=a_job: letters, digits and single hyphens"),
+        ("run=s3://other", "run=s3://other: letters, digits and single hyphens"),
         ("hours=soon", "hours=soon: a number above 0"),
         ("env=[NOWHERE_SET]", "env: NOWHERE_SET is not set here"),
         ("input.code=s3://a/b", "under another name than code"),
@@ -231,10 +232,15 @@ def test_a_job_is_made_asked_for_and_fetched(run: Run, aws: str, place: Path, mo
     assert code == 0 and "job-1: Completed" in out and "1 x ml.m5.xlarge" in out
     code, _, err = run(*words)
     assert code == 2 and "there is a job of this name; give another, and run=job-1 to go on" in err
+    again = [*words, "name=job-2", "run=job-1"]
+    code, _, err = run(*again)
+    assert code == 2 and "run=job-1: nothing is saved in s3://my-bucket/mtgrpo/job-1/checkpoints" in err
+    assert not [key for key in keys() if "job-2" in key]
 
     code, _, err = run("launch", "fetch", "job-1")
     assert code == 2 and "has saved nothing yet" in err
     s3.put_object(Bucket="my-bucket", Key="mtgrpo/job-1/checkpoints/run/notes.txt", Body=b"said")
+    assert run(*again)[0] == 0
     s3.put_object(Bucket="my-bucket", Key="mtgrpo/job-1/checkpoints/run/../../../escaped.txt", Body=b"bad")
     bucket, _, key = described["ModelArtifacts"]["S3ModelArtifacts"].removeprefix("s3://").partition("/")
     packed = io.BytesIO()
@@ -320,6 +326,12 @@ def test_status_says_why_a_job_failed_and_what_it_measured() -> None:
     job |= {"FinalMetricDataList": [{"MetricName": "reward/mean", "Value": 0.5}]}
     told = sagemaker_jobs.status(job)
     assert "failed: AlgorithmError: mtgrpo: no" in told and "billed: 1.50 hours" in told and "reward/mean: 0.5" in told
+
+
+def test_little_time_and_a_small_disk_are_rounded_up() -> None:
+    made = sagemaker.prepare([*WHERE[2:], "hours=0.0001", "wait_hours=0.0001", "volume_gb=0.5"], spot=True).request
+    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 1, "MaxWaitTimeInSeconds": 1}
+    assert made["ResourceConfig"]["VolumeSizeInGB"] == 1
 
 
 def test_metrics_are_read_from_what_the_job_prints() -> None:

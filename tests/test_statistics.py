@@ -255,6 +255,7 @@ def test_differences_of_any_size_are_drawn() -> None:
     assert 0.01 < exact < 0.99
     assert abs(sign_flip_test(values) - exact) < 4 * math.sqrt(exact * (1 - exact) / 20_000)
     assert sign_flip_test(values) == sign_flip_test(values)
+    assert sign_flip_test([1e-7, 0.5]) == pytest.approx(0.5, abs=0.02)
 
 
 def test_equal_policies_do_not_differ() -> None:

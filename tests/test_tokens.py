@@ -296,6 +296,11 @@ def test_a_file_with_damaged_bytes_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:300]) + whole[300:])
     with pytest.raises(ConfigError, match="is no record of tokens"):
         read_tokens(tmp_path, 1)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("node.npy", bytes(1000))
+    path.write_bytes(path.read_bytes().replace(b"\x5d\x00\x00\x80\x00", b"\xff" * 5))
+    with pytest.raises(ConfigError, match="is no record of tokens"):
+        read_tokens(tmp_path, 1)
 
 
 def test_a_file_that_unpacks_to_more_than_a_machine_holds_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, unused_port
 
 from chromium import AXE, SERIOUS, Page, chromium
@@ -27,7 +30,7 @@ from mtgrpo.record.writing import page_of
 from mtgrpo.report import content
 from mtgrpo.runtime.files import strict_json
 from mtgrpo.viewer.resources import Runs
-from mtgrpo.viewer.server import HEADERS, application, static_files
+from mtgrpo.viewer.server import HEADERS, application, serve, static_files
 from recorded import ANSWERS, TOKENIZER, encode, make_recorded
 
 HOSTILE = [
@@ -203,6 +206,17 @@ def test_the_forest_is_made_of_runs_of_tokens(tmp_path: Path) -> None:
     assert found["text"][0].startswith("<|im_start|>user\n17")
 
 
+def test_of_a_large_forest_the_first_bars_are_drawn_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Runs([make_recorded(tmp_path)]).read("0/step_000001/forest")
+    monkeypatch.setattr("mtgrpo.viewer.tokens._MOST_RUNS", 3)
+    found = Runs([tmp_path]).read("0/step_000001/forest")
+    assert found["runs"] == whole["runs"] == len(whole["depth"]) > 3
+    for name in ("depth", "length", "leaf", "leaves", "push", "sampled", "line", "text"):
+        assert found[name] == whole[name][:3], name
+
+
 def test_a_timeline_has_the_times_of_turns(tmp_path: Path) -> None:
     make_recorded(tmp_path)
     found = Runs([tmp_path]).read("0/step_000001/timeline")
@@ -339,12 +353,18 @@ async def test_opened_to_the_network_it_asks_for_the_secret(tmp_path: Path) -> N
         assert answer.status == 200
 
 
-async def test_a_file_that_is_no_record_is_an_answer(tmp_path: Path) -> None:
-    make_recorded(tmp_path)
-    (tmp_path / "tokens" / "step_000001.npz").write_bytes(b"PK nothing")
-    async with served(tmp_path) as client:
-        answer = await client.get("/api/0/step_000001/1.json", headers=GOOD)
-        assert answer.status == 422 and "is no record of tokens" in await answer.text()
+def test_what_is_refused_of_a_run_hides_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of its own hides no other run, a record of tokens no conversation; the page is written too."""
+    damaged, linked = (make_recorded(tmp_path / name) for name in "ab")
+    (damaged / "tokens" / "step_000001.npz").write_bytes(b"PK nothing")
+    (linked / "notes.txt").symlink_to("/etc/hostname")
+    runs = Runs([damaged, linked])
+    shown = runs.read("0/step_000001/1")
+    assert shown["row"]["task"] == "sums/0" and shown["tokens"] is None and "is no record" in capsys.readouterr().err
+    assert "recorded" not in runs.read("0/step_000001/list")["rows"][0] and runs.read("0/step_000001/forest") is None
+    (note,) = runs.read("1/metrics")["notes"]
+    assert "outside of the run" in note and [run["notes"] for run in runs.read("runs")] == [0, 1]
+    assert main([str(damaged), str(linked), "--out", str(tmp_path / "out")]) == 0
 
 
 # ---------------------------------------------------------------- the command
@@ -379,6 +399,47 @@ def test_the_address_opens_a_place(host: str, tmp_path: Path, monkeypatch: pytes
     address = rf"http://{host}:\d+/#(secret=[\w-]+)?/r/0/step_000001/c/3"
     assert re.fullmatch(rf"open {address}   \(Ctrl-C ends it\)", said[0])
     assert ("secret" in said[0]) == (host != "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "asked"),
+    [("Machine", 8765, "machine:8765"), ("machine", 80, "machine"), ("FE80::1", 80, "[fe80::1]")],
+)
+async def test_it_answers_to_the_name_as_browsers_give_it(
+    host: str, port: int, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_as = list[frozenset[str]]()
+
+    def made(runs: Runs, hosts: frozenset[str], secret: str) -> web.Application:
+        served_as.append(hosts)
+        return application(runs, hosts, secret)
+
+    monkeypatch.setattr("mtgrpo.viewer.server.application", made)
+    with pytest.raises(ConfigError, match="cannot listen"):  # there is no such machine
+        await serve(Runs([make_recorded(tmp_path)]), host, port, "")
+    assert asked in served_as[0]
+
+
+NODE = """import { groups_of } from "./step.js";
+import { highest, lowest } from "./dom.js";
+const many = Array(500000).fill(0.5);
+many[7] = -2;
+const rows = many.map((reward, line) => ({ line, group: 0, reward, status: "completed" }));
+console.log(highest(many), lowest(many), groups_of(rows)[0].spread);
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_a_file_may_have_any_number_of_conversations(tmp_path: Path) -> None:
+    for name, text in static_files().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    (tmp_path / "app.js").write_text("export const go = 0, key = 0, link = 0, name_of = 0, read = 0;")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "page.cjs").write_text("document = { getElementById: () => ({}) }; import('./many.js');")
+    (tmp_path / "many.js").write_text(NODE)
+    done = subprocess.run(["node", "page.cjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "0.5 -2 2.5\n"
 
 
 def test_the_page_is_written_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

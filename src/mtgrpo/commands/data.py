@@ -78,9 +78,12 @@ def _fetch_wikipedia() -> Path:
     if not folder.is_dir():
         how = f"put an index of Lucene that keeps its texts (-storeRaw), such as pyserini's of Wikipedia, into {folder}"
         with refuse_unloadable(f"the index {WIKIPEDIA}", WIKIPEDIA, how, "datasets/"):
-            from huggingface_hub import snapshot_download  # noqa: PLC0415  it takes a second
+            from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  it takes a second
 
-            snapshot_download(WIKIPEDIA, repo_type="dataset", allow_patterns=["bm25/*"], local_dir=folder.parent)
+            partial, only = folder.with_name("partial"), ["bm25/*"]
+            version = HfApi().dataset_info(WIKIPEDIA).sha  # without the hub what is here would pass for the whole
+            snapshot_download(WIKIPEDIA, repo_type="dataset", revision=version, allow_patterns=only, local_dir=partial)
+            (partial / folder.name).rename(folder)
     return folder
 
 

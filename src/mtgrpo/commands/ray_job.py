@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 import mtgrpo
 from mtgrpo.commands import experiments
 from mtgrpo.errors import Arguments, ConfigError, RunError, program
@@ -49,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         experiments.main("train", "", [*words, "--dry-run"], read_cpu_times())
     if not args.dry_run:
         reach("--address", args.address, parts.hostname, parts.port or PORTS[parts.scheme])
-    words += _missing(args.words, {"hydra.run.dir": f"{Path.cwd()}/outputs/{name}"})
+    outputs = QuotedString(f"{Path.cwd()}/outputs/{name}", Quote.single)
+    words += _missing(args.words, {"hydra.run.dir": outputs.with_quotes()})
     command = shlex.join([args.python, "-m", "mtgrpo", "train", *words])
     print(f"job {name}: {command}")
     if args.dry_run:

@@ -59,7 +59,7 @@ def chosen_class(group: str, option: str | list[str]) -> type:
     known = options(group)
     if isinstance(option, list):
         if COMPOSED not in known:
-            raise ConfigError(f"{group}=[{','.join(option)}]: choose one {group}, it takes no list")
+            raise ConfigError(f"{group}=[{','.join(map(str, option))}]: choose one {group}, it takes no list")
         return known[COMPOSED]
     if option in known:
         return known[option]
@@ -82,7 +82,7 @@ def entries(group: str, choice: Any) -> dict[str, type]:
     """The classes that a list chose, by the name under which the settings of each stand; {} where it is no list."""
     if not isinstance(choice, list):
         return {}
-    listed = cast("list[str]", choice)
+    listed = [str(option) for option in cast("list[object]", choice)]
     found = {Path(option).name.rpartition(":")[2]: chosen_class(group, option) for option in listed}
     if len(found) < len(listed) or not found:
         raise ConfigError(f"{group}=[{','.join(listed)}]: name each {group} once, and at least one")

@@ -57,9 +57,9 @@ class Findings:
 
         pass@k and best-of-n are estimated without bias from all samples of a task (`mtgrpo.evaluation.statistics`).
         """
-        by_task = _by_task(groups.sampled)
+        by_task = [group.valid for group in groups.sampled if group.valid]
         outcomes = [_outcomes(trajectories, reward.success_at) for trajectories in by_task]
-        greedy = [_outcomes(trajectories, reward.success_at) for trajectories in _by_task(groups.greedy)]
+        greedy = [_outcomes(group.valid, reward.success_at) for group in groups.greedy if group.valid]
         samples = min(map(len, outcomes))
         shares = {"success": mean_over_tasks(outcomes, interval)}
         for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
@@ -103,11 +103,11 @@ def table(findings: Mapping[str, Findings], control: Comparison | None, interval
 
 
 def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Comparison | None:
-    """How much tools change success, task by task; None where nothing was played without them."""
+    """How much tools change success, task by task in the order of both; None where nothing was played without them."""
     if NO_TOOLS not in groups:
         return None
     without, with_tools = (
-        {of_task[0].task.id: _outcomes(of_task, success_at) for of_task in _by_task(groups[name].sampled)}
+        {str(place): _outcomes(of.valid, success_at) for place, of in enumerate(groups[name].sampled) if of.valid}
         for name in (NO_TOOLS, "")
     )
     return compare_by_task(without, with_tools)
@@ -159,11 +159,6 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
             "more training tasks or fewer steps (eval.stop), or these were easier from the start"
         )
     return f"held-out success: {line}{verdict}"
-
-
-def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """Those of each task that did not fail; tasks without one are left out."""
-    return [group.valid for group in groups if group.valid]
 
 
 def _outcomes(trajectories: Sequence[Trajectory], success_at: float) -> list[float]:

@@ -196,7 +196,7 @@ def _multiples(values: Floats) -> NDArray[np.int64] | None:
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * unit) for fraction in fractions]
     divisor = math.gcd(*whole)
-    if not divisor or sum(map(abs, whole)) // divisor > _GRID:
+    if not all(whole) or sum(map(abs, whole)) // divisor > _GRID:
         return None
     return np.array([number // divisor for number in whole])
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 import mtgrpo
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import Arguments, ConfigError, RunError
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     build = ["docker", "build", f"--build-arg=TORCH={torch}", f"--build-arg=EXTRAS={args.extras}", f"-t={image}"]
     start = ["docker", "run", "--rm", "--init", *gpus, *(f"--env={name}" for name in args.env)]
     start += [f"-v={here}:{here}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={here}", image, "train"]
-    start += [*(str(word.input_line) for word in words if word not in named), f"hydra.run.dir={run}"]
+    start += [str(word.input_line) for word in words if word not in named]
+    start.append(f"hydra.run.dir={QuotedString(str(run), Quote.single).with_quotes()}")
     if args.dry_run:
         print(f"{shlex.join([*build, str(source)])}\n{shlex.join(start)}")
         return 0

@@ -5,6 +5,7 @@ The request is a dictionary, and all but the upload needs neither boto3 nor cred
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -67,9 +68,7 @@ class Job:
 
 def main(arguments: Sequence[str]) -> int:
     """Check a job, upload what it needs and create it; with --dry-run print the request. Raises ConfigError."""
-    lines = [
-        f"  {name + '=':<12}{what}{f' ({default})' if default else ''}" for name, (default, what) in OPTIONS.items()
-    ]
+    lines = [f"  {name + '=':<12}{what}{f' ({usual})' if usual else ''}" for name, (usual, what) in OPTIONS.items()]
     about = "\n".join([__doc__ or "", *lines])
     form = argparse.RawDescriptionHelpFormatter
     parser = Arguments("mtgrpo launch sagemaker", description=about, formatter_class=form)
@@ -78,8 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the request; needs no boto3 and no credentials")
     args = parser.parse_intermixed_args(arguments)
     job = prepare(args.words, args.spot)
-    for line in job.told:
-        print(line, file=sys.stderr)
+    print(*job.told, sep="\n", file=sys.stderr)
     if args.dry_run:
         shown = job.request | {"Environment": dict.fromkeys(job.request["Environment"], "***")}
         show(json.dumps(shown, indent=2))
@@ -96,8 +94,9 @@ def prepare(words: Sequence[str], spot: bool) -> Job:
     composed = compose(parse(ours))
     composed.experiment.check_training()
     name = own["name"] or _name(composed)
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"name={name}: letters, digits and single hyphens between them, 63 at most")
+    for key, value in {"name": name, "run": own["run"] or name}.items():
+        if not NAME.fullmatch(value):
+            raise ConfigError(f"{key}={value}: letters, digits and single hyphens between them, 63 at most")
     named = bundle.user_files(composed, ours, _listed(own["files"]))
     fleet, engine = fit(composed.experiment, kind, own["count"]), composed.experiment.engine
     files: dict[str, bytes | Path] = {
@@ -163,12 +162,10 @@ def _name(composed: Configured) -> str:
     return f"mtgrpo-{re.sub('[^a-zA-Z0-9]+', '-', stem)[:30]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
-def _request(
-    own: dict[str, str], name: str, hyperparameters: dict[str, str], fleet: Fleet, spot: bool
-) -> dict[str, Any]:
+def _request(own: dict[str, str], name: str, given: dict[str, str], fleet: Fleet, spot: bool) -> dict[str, Any]:
     """As `create_training_job` takes it."""
-    home, seconds = f"s3://{own['bucket']}/mtgrpo", int(float(own["hours"]) * 3600)
-    waiting = {"MaxWaitTimeInSeconds": max(seconds, int(float(own["wait_hours"]) * 3600))} if spot else {}
+    home, seconds = f"s3://{own['bucket']}/mtgrpo", math.ceil(float(own["hours"]) * 3600)
+    waiting = {"MaxWaitTimeInSeconds": max(seconds, math.ceil(float(own["wait_hours"]) * 3600))} if spot else {}
     return {
         "TrainingJobName": name,
         "RoleArn": own["role"],
@@ -182,14 +179,14 @@ def _request(
                 for metric in sagemaker_entry.METRICS
             ],
         },
-        "HyperParameters": {key: value for key, value in hyperparameters.items() if value},
+        "HyperParameters": {key: value for key, value in given.items() if value},
         "InputDataConfig": [_channel(CODE, f"{home}/{name}/{CODE}/")],
         "OutputDataConfig": {"S3OutputPath": f"{home}/{name}/output"},
         "CheckpointConfig": {"S3Uri": f"{home}/{own['run'] or name}/checkpoints", "LocalPath": "/opt/ml/checkpoints"},
         "ResourceConfig": {
             "InstanceType": own["instance"],
             "InstanceCount": fleet.hosts,
-            "VolumeSizeInGB": int(float(own["volume_gb"])),
+            "VolumeSizeInGB": math.ceil(float(own["volume_gb"])),
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": seconds, **waiting},
         "EnableManagedSpotTraining": spot,
@@ -224,10 +221,13 @@ def submit(job: Job) -> None:
 
 
 def upload(job: Job) -> None:
-    """Upload what the job needs. Raises ConfigError where AWS refuses; the bucket is looked at first."""
-    s3 = client("s3", job.region)
+    """Upload what the job needs. Raises ConfigError where AWS refuses, or the run that it goes on from is not there."""
+    s3, kept = client("s3", job.region), job.request["CheckpointConfig"]["S3Uri"]
     with aws(f"bucket={job.bucket}: there is none that you may use; make it, or name another"):
         s3.head_bucket(Bucket=job.bucket)
+        saved = s3.list_objects_v2(Bucket=job.bucket, Prefix=f"{kept.split('/', 3)[3]}/", MaxKeys=1)["KeyCount"]
+    if f"/{job.name}/" not in kept and not saved:
+        raise ConfigError(f"run={kept.split('/')[-2]}: nothing is saved in {kept}; name the job that began the run")
     with aws(f"bucket={job.bucket}: what the job needs could not be uploaded"):
         for name, content in job.files.items():
             body = content.read_bytes() if isinstance(content, Path) else content

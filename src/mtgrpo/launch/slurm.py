@@ -21,7 +21,6 @@ SBATCH = {  # options of sbatch that are passed on, and what they are for
 }
 OPTIONS = {"nodes": "1", "gpus": "1", "name": "mtgrpo", **dict.fromkeys(SBATCH, "")}
 RAY = """\
-port=6379
 srun --nodes=1 --ntasks=1 -w "$head" ray start --head --node-ip-address="$head" --port="$port" --block &
 sleep 20
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -33,8 +32,7 @@ srun --overlap --nodes=1 --ntasks=1 -w "$head" {run} cluster.address="$head:$por
 """
 TORCHRUN = """\
 srun {python} -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {each} \\
-    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \\
-    -m mtgrpo {run}
+    --rdzv-backend c10d --rdzv-endpoint {at} --rdzv-id "$SLURM_JOB_ID" -m mtgrpo {run}
 """
 
 
@@ -79,10 +77,12 @@ def script(words: Sequence[str], python: str) -> str:
         "#SBATCH --requeue",
         "set -euo pipefail",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))  # of this job alone, as a machine may have several",
     ]
     program = shlex.quote(python)
     if experiment.cluster.places:
         body = RAY.format(run=f"{program} -m mtgrpo {run}")
     else:
-        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), run=run)
+        at = '"$head:$port"' if int(job["nodes"]) > 1 else "localhost:0"  # a port that is free
+        body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), at=at, run=run)
     return "\n".join([*lines, body])

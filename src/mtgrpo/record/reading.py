@@ -153,14 +153,17 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
-    """Every row is looked at; about `points` are kept of training, as many of evaluation, and always the last."""
-    rows, measured, last = _Thinned(points), _Thinned(points), None
-    for last in read_lines(path):
-        (measured if last.text.find(_MARK, -_END) >= 0 else rows).add(last)
-    lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *([last] if last else [])]}
+    """Every row is looked at; about `points` are kept of training, as many of evaluation, and each stage's last."""
+    rows, measured, last = _Thinned(points), _Thinned(points), dict[bytes, Line]()
+    for line in read_lines(path):
+        (measured if line.text.find(_MARK, -_END) >= 0 else rows).add(line)
+        if (stage := line.text.partition(b",")[0]) in last or len(last) < 9:  # a run has fewer
+            last[stage] = line
+        last[b""] = line
+    lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *last.values()]}
     parsed = [parse_row(lines[number], METRICS) for number in sorted(lines)]
     good = [row for row in parsed if row is not None]
-    return Metrics(good, last.number if last else 0, len(parsed) - len(good))
+    return Metrics(good, last[b""].number if last else 0, len(parsed) - len(good))
 
 
 def read_settings(folder: Path) -> dict[str, str]:
@@ -186,14 +189,9 @@ def read_object(path: Path, shape: Json) -> Json:
     return (path.is_file() and parse_row(read_bounded(path, MAX_LINE_BYTES), shape)) or {}
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The values in the `summary.json` of `folder`; {} where there is none."""
-    return read_object(folder / "summary.json", RESULTS)
-
-
 def held_out_reward(folder: Path) -> float | None:
     """What a sweep optimises: the mean held-out reward of the run in `folder`, at its end. None where it has none."""
-    values = read_summary(folder)
+    values = read_object(folder / "summary.json", RESULTS)
     return values.get("eval/reward/after", values.get("eval/reward"))
 
 
@@ -278,17 +276,11 @@ class _Thinned:
 
 def _read(folder: Path, name: str) -> RunRecord:
     overrides = fit(_yaml(_own(folder, ".hydra/overrides.yaml")), [str])
-    notes = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
-    return RunRecord(
-        folder=folder,
-        name=name,
-        metrics=read_metrics(folder / "metrics.jsonl"),
-        summary=read_object(folder / "summary.json", RESULTS),
-        settings=read_settings(folder),
-        overrides=overrides or [],
-        versions=read_object(folder / "versions.json", TEXTS),
-        notes=[printable(line.decode(errors="replace")) for line in notes],
-    )
+    lines = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
+    notes = [printable(line.decode(errors="replace")) for line in lines]
+    metrics, settings = read_metrics(folder / "metrics.jsonl"), read_settings(folder)
+    summary, versions = read_object(folder / "summary.json", RESULTS), read_object(folder / "versions.json", TEXTS)
+    return RunRecord(folder, name, metrics, summary, settings, overrides or [], versions, notes)
 
 
 def _own(folder: Path, name: str) -> Path:

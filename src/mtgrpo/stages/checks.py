@@ -212,7 +212,7 @@ def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
     for name, settings in wanted.items():
         if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
             raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
-        kind = find_class("mtgrpo.tasks", settings.get("task", name), TaskSource)
+        kind = find_class("mtgrpo.tasks", str(settings.get("task", name)), TaskSource)
         others = {key: value for key, value in settings.items() if key != "task"}
         sources[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **others})
     return sources

@@ -8,7 +8,8 @@ from typing import Any
 
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.parts import extension
-from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, read_settings, read_summary
+from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, read_object, read_settings
+from mtgrpo.record.shapes import RESULTS
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
 _MEASURES = re.compile(r"(task|environment|reward|agent|condenser|chat|eval\.tasks)\b|sampling\.(?!temperature)")
@@ -75,7 +76,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def final_results(folder: Path, step: int) -> Mapping[str, Any]:
     """What the evaluation after `step` found, if it was the run's last step and the summary holds it; else {}."""
-    summary = read_summary(folder)
+    summary = read_object(folder / "summary.json", RESULTS)
     ended = summary.get("train/steps") == step and "eval/success/after" in summary
     return {name: value for name, value in summary.items() if name.endswith("/after")} if ended else {}
 

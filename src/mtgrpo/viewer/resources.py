@@ -19,11 +19,13 @@ from typing import Any
 
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
+from mtgrpo.errors import ConfigError
 from mtgrpo.evaluation.statistics import INTERVALS, mean_over_tasks, wilson
 from mtgrpo.record.reading import (
     AFTER,
     BEFORE,
     GREEDY,
+    Metrics,
     RunRecord,
     count,
     heads,
@@ -35,7 +37,7 @@ from mtgrpo.record.reading import (
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
-from mtgrpo.runtime.text import is_number
+from mtgrpo.runtime.text import is_number, printable
 from mtgrpo.types import EVALUATION, LEARNING
 from mtgrpo.viewer.tokens import forest, of_conversation, of_lines
 
@@ -146,13 +148,17 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamp(folder: Path) -> Stamp:
-    paths = (folder / name for name in ("metrics.jsonl", "summary.json", "notes.txt"))
+    paths = (folder / name for name in ("metrics.jsonl", "summary.json", "notes.txt", ".hydra/config.yaml"))
     return tuple((stat.st_mtime_ns, stat.st_size) for path in paths if path.is_file() and (stat := path.stat()))
 
 
 @functools.lru_cache(maxsize=32)
 def _run(folder: Path, _stamp: Stamp) -> RunRecord:
-    return read_runs([folder])[0]
+    """What it left; where that is refused, a note of why."""
+    try:
+        return read_runs([folder])[0]
+    except (ConfigError, OSError) as error:
+        return RunRecord(folder, folder.name, Metrics(), {}, {}, [], {}, [printable(str(error))])
 
 
 def _success(run: RunRecord, name: str) -> list[float] | None:

@@ -96,8 +96,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 async def serve(runs: Runs, host: str, port: int, screen: str) -> None:
     """Serve until cancelled; the address that is printed opens `screen`. Raises ConfigError where it is taken."""
     names, secret = (LOOPBACK, "") if host in LOOPBACK else ((host,), secrets.token_urlsafe(24))
+    names = [(f"[{name}]" if ":" in name else name).lower() for name in names]
     for chosen in [port] if port else [*range(8765, 8785), 0]:
-        hosts = frozenset(f"[{name}]:{chosen}" if ":" in name else f"{name}:{chosen}" for name in names)
+        hosts = frozenset([*(f"{name}:{chosen}" for name in names), *(names if chosen == 80 else ())])
         runner = web.AppRunner(application(runs, hosts, secret), access_log=None)
         try:
             await runner.setup()

@@ -13,7 +13,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import open_tokenizer, parted
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import DIFFERENCES, TokenRecord, read_tokens
-from mtgrpo.runtime.text import printable
+from mtgrpo.runtime.text import complain, printable
 
 _COLUMNS = ("behaviour", *DIFFERENCES, "entropy", "advantage", "weight", "value", "version", "flags")
 _LABEL = 24  # tokens of a run of the forest that are shown
@@ -72,14 +72,14 @@ def forest(folder: Path, step: int) -> Json | None:
     nodes = np.arange(len(end))
     continues = np.zeros(len(end), dtype=bool)
     continues[1:] = (end[:-1] > nodes[1:]) & (end[1:] == end[:-1])  # the only child of the node before
-    start = np.flatnonzero(~continues)[:_MOST_RUNS]
-    stop = np.append(start[1:], len(end) if len(start) < _MOST_RUNS else start[-1] + 1)
+    begins = np.flatnonzero(~continues)
+    start, stop = (places[: min(_MOST_RUNS, len(begins))] for places in (begins, np.append(begins[1:], len(end))))
     leaf = np.concatenate([[0], (end == nodes + 1).cumsum()])
     node, order = arrays["node"].astype(np.int64), np.argsort(arrays["node"], kind="stable")
-    of_run = np.searchsorted(start, node, side="right") - 1
+    of_run = np.searchsorted(begins, node, side="right") - 1
     advantage = np.nan_to_num(arrays["advantage"].astype(float)) if "advantage" in arrays else np.zeros(len(node))
-    push = np.bincount(of_run, advantage * arrays["weight"], minlength=len(start))
-    sampled = np.bincount(of_run, minlength=len(start))
+    push = np.bincount(of_run, advantage * arrays["weight"], minlength=len(start))[: len(start)]
+    sampled = np.bincount(of_run, minlength=len(start))[: len(start)]
     turn = np.repeat(np.arange(len(arrays["turn_tokens"])), arrays["turn_tokens"])
     below = order[np.searchsorted(node[order], start).clip(0, max(0, len(node) - 1))] if len(node) else order
     lines = arrays["line"][arrays["turn_trajectory"][turn[below]]] if len(node) else []
@@ -89,7 +89,7 @@ def forest(folder: Path, step: int) -> Json | None:
     return {
         **{"depth": depth, "length": (stop - start).tolist(), "leaf": leaf[start].tolist()},
         **{"leaves": (leaf[end[start]] - leaf[start]).tolist(), "push": numbers(push, 9), "sampled": sampled.tolist()},
-        **{"line": np.asarray(lines).tolist(), "text": list(map(printable, texts))},
+        **{"line": np.asarray(lines).tolist(), "text": list(map(printable, texts)), "runs": len(begins)},
         **{"whole": arrays["whole"].tolist(), "nodes": len(end), "conversations": len(arrays["line"])},
     }
 
@@ -122,7 +122,10 @@ def _read(folder: Path, step: int) -> TokenRecord | None:
 
 @functools.lru_cache(maxsize=4)
 def _cached(folder: Path, step: int, _time: int) -> TokenRecord | None:
-    return read_tokens(folder, step)
+    try:
+        return read_tokens(folder, step)
+    except ConfigError as error:
+        return complain(f"{error}; the page goes on without it")
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

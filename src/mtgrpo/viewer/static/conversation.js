@@ -1,6 +1,6 @@
 // A conversation as the policy saw it, with its sampled tokens coloured by what is known of them.
 import { go, key, link, name_of, read } from "./app.js";
-import { add, file_name, h, hideTip, isNumber, num, plural, shade, showTip, signed, step_of, took, version_name } from "./dom.js";
+import { add, file_name, h, hideTip, highest, isNumber, lowest, num, plural, shade, showTip, signed, step_of, took, version_name } from "./dom.js";
 import { squares } from "./step.js";
 
 export const FLAGS = ["clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained"];
@@ -26,7 +26,7 @@ export function scale_of(conversations, chosen) {
     const value = COLOURS[chosen][2](turn.columns, i);
     return isNumber(value) ? { most: Math.max(scale.most, Math.abs(value)), least: Math.min(scale.least, value) } : scale;
   }, { most: 0, least: Infinity }));
-  return { most: Math.max(0, ...scales.map((scale) => scale.most)), least: Math.min(Infinity, ...scales.map((scale) => scale.least)) };
+  return { most: highest(scales.map((scale) => scale.most), 0), least: lowest(scales.map((scale) => scale.least)) };
 }
 
 function class_of(value, chosen, { most, least }) {
@@ -150,7 +150,7 @@ export async function conversation(run, file, line, wanted) {
     focus?.classList.add("wanted");
     side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept: record.tokens.last, every and groups say whose are"));
   };
-  const side = h("div"), most = Math.max(1e-9, ...list.rows.map((one) => Math.abs(one.reward ?? 0)));
+  const side = h("div"), most = highest(list.rows.map((one) => Math.abs(one.reward ?? 0)), 1e-9);
   const rows = list.rows.filter((one) => siblings.includes(one.line));
   const beside = (by_) => list.rows[Number(line) + by_];
   draw();
@@ -192,8 +192,8 @@ function turns_of(found, where, step) {
 
 // The version that the engine names, and what the trainer's own computation says of it: by the same weights, or newer ones.
 function version_of(c, step) {
-  const versions = (c.version ?? []).filter(isNumber), apart = (c.before ?? []).filter(isNumber).map(Math.abs), later = step - 1 - Math.min(...versions);
-  const found = `${version_name(Math.min(...versions), Math.max(...versions))}${apart.length ? `, at most ${num(Math.max(...apart), 2)} nats from the trainer's` : ""}`;
+  const versions = (c.version ?? []).filter(isNumber), apart = (c.before ?? []).filter(isNumber).map(Math.abs), later = step - 1 - lowest(versions);
+  const found = `${version_name(lowest(versions), highest(versions))}${apart.length ? `, at most ${num(highest(apart), 2)} nats from the trainer's` : ""}`;
   return versions.length ? found + (apart.length && later > 0 ? `, ${plural(later, "update")} later` : "") : "";
 }
 

@@ -35,7 +35,7 @@ export async function forest(run, file) {
   return {
     where: [[title, `/curves/${run}`], [file_name(file), place], ["forest"]], keys: { t: key("step", () => go(place)) },
     content: [h("h1", `${num(rows)} tokens in rows, ${num(nodes)} nodes: ${num(rows / Math.max(1, nodes))}×`),
-      h("p.muted", `Each distinct token in its context was computed once. Drawn are ${plural(found.conversations, "conversation")} with ${num(found.nodes)} nodes, from their first token on the left; a bar is as tall as different conversations go through it. Grey was not sampled; green was made likelier, red less likely. A click opens a conversation.`),
+      h("p.muted", `Each distinct token in its context was computed once. Drawn are ${plural(found.conversations, "conversation")} with ${num(found.nodes)} nodes${found.runs > runs ? ` (the first ${num(runs)} of ${num(found.runs)} bars alone)` : ""}, from their first token on the left; a bar is as tall as different conversations go through it. Grey was not sampled; green was made likelier, red less likely. A click opens a conversation.`),
       picked(picture, at, told, (i) => found.line[i] !== undefined && go(`${place}/c/${found.line[i]}`))],
   };
 }

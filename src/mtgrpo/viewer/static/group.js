@@ -1,6 +1,6 @@
 // The siblings of a task beside one another, and where each parts from the one that it is compared with.
 import { go, key, link, name_of, read } from "./app.js";
-import { file_name, h, num, plural } from "./dom.js";
+import { file_name, h, highest, num, plural } from "./dom.js";
 import { chooser, colour_keys, coloured_by, context_of, hover, legend, messages_of, scale_of, tokens_of } from "./conversation.js";
 import { groups_of, squares } from "./step.js";
 
@@ -10,7 +10,7 @@ export async function group(run, file, number) {
   const [list, title] = await Promise.all([read(`${run}/${file}/list`), name_of(run)]);
   const all = groups_of(list.rows), place = `/r/${run}/${file}`, at = all.findIndex((one) => one.number === Number(number));
   if (at < 0) throw new Error(`${file} has no group ${number}`);
-  const one = all[at], most = Math.max(1e-9, ...list.rows.map((row) => Math.abs(row.reward ?? 0)));
+  const one = all[at], most = highest(list.rows.map((row) => Math.abs(row.reward ?? 0)), 1e-9);
   const loaded = await Promise.all(one.siblings.slice(0, MOST).map((row) => read(`${run}/${file}/${row.line}`)));
   const columns = h("div.siblings"), top = h("div");
   let base = 0; // the sibling that the others are compared with

@@ -1,6 +1,6 @@
 // The groups of a step or of an evaluation; one task over steps.
 import { go, key, link, name_of, read } from "./app.js";
-import { file_name, h, isNumber, num, plural, shade, signed, step_of, sum } from "./dom.js";
+import { file_name, h, highest, isNumber, lowest, num, plural, shade, signed, step_of, sum } from "./dom.js";
 
 const PER_PAGE = 100;
 let sorting = "order", search = "", only = "";
@@ -28,14 +28,14 @@ export function groups_of(rows) {
     ].filter(([often]) => often);
     const range = (name) => {
       const known = siblings.map((row) => row[name]).filter(Boolean);
-      return known.length ? [Math.min(...known.map((r) => r[0])), Math.max(...known.map((r) => r[1]))] : null;
+      return known.length ? [lowest(known.map((r) => r[0])), highest(known.map((r) => r[1]))] : null;
     };
     const apart = range("apart");
     return {
       number, siblings, rewards, troubles, advantage: range("advantage"), task: siblings[0].task, asked: siblings[0].asked,
       mean: rewards.length ? sum(rewards) / rewards.length : Number.NaN,
-      spread: rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0,
-      apart: apart ? Math.max(...apart.map((difference) => Math.abs(Math.exp(difference) - 1))) : 0,
+      spread: rewards.length ? highest(rewards) - lowest(rewards) : 0,
+      apart: apart ? highest(apart.map((difference) => Math.abs(Math.exp(difference) - 1))) : 0,
       recorded: siblings.some((row) => row.recorded), clipped: sum(siblings.map((row) => row.clipped ?? 0)),
       tokens: sum(siblings.map((row) => row.tokens)), turns: sum(siblings.map((row) => row.turns)) / siblings.length,
       why: siblings[0].untrained_because,
@@ -62,7 +62,7 @@ export function squares(rows, place, most, here) {
 export async function step(run, file) {
   const [found, index, title] = await Promise.all([read(`${run}/${file}/list`), read(`${run}/index`), name_of(run)]);
   const place = `/r/${run}/${file}`, all = groups_of(found.rows);
-  const most = Math.max(1e-9, ...found.rows.map((row) => Math.abs(row.reward ?? 0)));
+  const most = highest(found.rows.map((row) => Math.abs(row.reward ?? 0)), 1e-9);
   const files = index.files.map((one) => one.name).filter((one) => (step_of(one) === null) === (step_of(file) === null));
   const beside = (by) => files[files.indexOf(file) + by];
   const body = h("tbody"), more = h("p.muted");
@@ -115,7 +115,7 @@ export async function task(run, name) {
     const lines = file.tasks.flatMap((one, line) => (one === number ? [line] : []));
     return lines.length ? [{ file: file.name, lines, rewards: lines.map((line) => file.rewards[line]) }] : [];
   });
-  const most = Math.max(1e-9, ...index.files.flatMap((file) => file.rewards.map((reward) => Math.abs(reward ?? 0))));
+  const most = highest(index.files.flatMap((file) => file.rewards.map((reward) => Math.abs(reward ?? 0))), 1e-9);
   const choices = found.flatMap((one) => one.lines.map((line, i) => [`${file_name(one.file)}, sample ${i}: reward ${num(one.rewards[i])}`, `${one.file}/${line}`]));
   const sides = [choices[0], choices.at(-1)].map((choice) => choice?.[1]);
   const both = h("div.sides");
