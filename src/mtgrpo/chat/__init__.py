@@ -81,8 +81,11 @@ class Chat(ABC):
         """
 
     @abstractmethod
-    def parse(self, output: Sequence[int]) -> Message:
-        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`."""
+    def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`.
+
+        tools: those of the conversation, whose arguments have the types that they say.
+        """
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
