@@ -237,13 +237,20 @@ def solve(task, address):
 """
     trajectory = one(Python(function=written(tmp_path, code)), tmp_path)
     assert (trajectory.reward, trajectory.turn_rewards) == (1.0, [0.0, 0.5])
-    code = "def solve(task, address):\n    ask(address)\n    return {'chatcmpl-9-9': 1.0}\n"
-    (tmp_path / "b").mkdir()
-    trajectory = one(Python(function=written(tmp_path / "b", code)), tmp_path)
-    assert (trajectory.status, "'chatcmpl-9-9', which this conversation has not" in trajectory.reason) == (
-        Status.FAILED,
-        True,
-    )
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("{'chatcmpl-9-9': 1.0}", "'chatcmpl-9-9', which this conversation has not"),
+        ("Outcome(reward=1.0, components={'passed': None})", "components={'passed': None}"),
+        ("Outcome(reward=1.0, components={'passed': 'all'})", "give a finite number, or a Score of finite numbers"),
+    ],
+)
+def test_rewards_that_are_none_fail_the_conversation(given: str, why: str, tmp_path: Path) -> None:
+    code = f"def solve(task, address):\n    ask(address)\n    return {given}\n"
+    trajectory = one(Python(function=written(tmp_path, code)), tmp_path)
+    assert (trajectory.status, why in trajectory.reason) == (Status.FAILED, True)
 
 
 @pytest.mark.parametrize(

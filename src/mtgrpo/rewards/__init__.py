@@ -190,10 +190,10 @@ async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score |
         error = misgiven(method, results, f"it is for {len(siblings)} trajectories; give one for each")
         return [error] * len(siblings)
     pairs = zip(cast("Sequence[Any]", results), siblings, strict=True)
-    return [_check(result, trajectory, method) for result, trajectory in pairs]
+    return [checked(result, trajectory, method) for result, trajectory in pairs]
 
 
-def _check(result: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
+def checked(result: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
     """The result of `method` for a trajectory as a Score, or an exception that says what is wrong with it."""
     if isinstance(result, Exception):
         return Score(0.0) if isinstance(result, PolicyError) else result

@@ -4,6 +4,7 @@ import re
 import string
 import unicodedata
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,7 +44,10 @@ class AnswerReward(Reward, ABC):
     def normalise(self, trajectory: Trajectory) -> tuple[str, list[str]]:
         """The words of the answer, and those of each accepted one. Raises ConfigError when the task has none."""
         task = trajectory.task
-        accepted = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
+        answers = task.metadata.get("answers") or []
+        if isinstance(answers, str | Mapping) or not all(isinstance(answer, str) for answer in answers):
+            raise ConfigError(f"task {task.id}: `answers` in its metadata is no list of texts, got {answers!r:.80}")
+        accepted = [answer for answer in (task.answer, *answers) if answer.strip()]
         if not accepted:
             raise ConfigError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
         answer = stated_answer(trajectory.final, self.tag)
