@@ -22,7 +22,7 @@ class FunctionCalls(Reward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError where the task has no calls."""
+        """Raises TaskError where the task has no calls."""
         task = trajectory.task
         wanted: list[dict[str, Any]] = required(task, "calls", "function_calls", "bfcl", list)
         schemas = {tool["name"]: tool["parameters"] for tool in task.metadata["tools"]}

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.rewards import Reward
 from mtgrpo.runtime.isolation import DEATHS, run_forked
 from mtgrpo.runtime.packages import refuse_without_package
@@ -38,11 +38,11 @@ class MathVerify(Reward, timeout_s="> 0"):
         refuse_without_package("math_verify", "reward=math_verify")
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError when the task's answer is no mathematics."""
+        """Raises TaskError when the task's answer is no mathematics."""
         task, text, library = trajectory.task, _stated(trajectory.final), _library()
         verdict = run_forked(lambda: _verdict(library, task.answer, text), self.timeout_s, MAX_BYTES)
         if verdict == _UNREADABLE:
-            raise ConfigError(
+            raise TaskError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is neither a number nor a formula; choose another "
                 "column with task.columns.answer=NAME, or compare text with reward=em"
             )

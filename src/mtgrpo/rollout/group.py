@@ -18,7 +18,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.endpoint.session import AgentSession, OpenChain
 from mtgrpo.environments import STOP_S, Environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
 from mtgrpo.rewards import Reward, Score, checked, scores, spent_s
 from mtgrpo.rollout.conversation import run_rollout
@@ -109,7 +109,7 @@ class RolloutRunner:
         try:
             async with asyncio.timeout(self.score_timeout_s or None):
                 return await scores(self.reward, valid)
-        except ConfigError as error:  # of this task; where no task suits, all of the batch fail
+        except TaskError as error:
             return [error] * len(valid)
         except TimeoutError:
             return [TimeoutError(f"it took longer than rollout.score_timeout_s={self.score_timeout_s}")] * len(valid)
