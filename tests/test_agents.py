@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hydra.types import RunMode
 import mtgrpo
 from mtgrpo import cli
 from mtgrpo.advantages.rewards import rewards_of
-from mtgrpo.agents import Agent
+from mtgrpo.agents import Address, Agent
 from mtgrpo.agents import python as python_agents
 from mtgrpo.agents.command import Command
 from mtgrpo.agents.none import NoAgent
@@ -410,6 +411,19 @@ def solve(task, address):
     agent = Python(function=written(tmp_path, code), isolation=Isolation.process, posts_rewards=posts)
     trajectory = one(agent, tmp_path, ["#### 1"])
     assert (trajectory.status, trajectory.reason, trajectory.reward) == (Status.COMPLETED, "", reward)
+
+
+async def test_a_process_gets_metadata_that_json_lacks_as_text(tmp_path: Path) -> None:
+    code = "def solve(task, address):\n    return task.metadata['made']\n"
+    agent = Python(function=written(tmp_path, code), isolation=Isolation.process)
+    made = datetime(2024, 1, 2)
+    assert (await agent.run(replace(TASK, metadata={"made": made}), Address("http://x", "k"))).output == str(made)
+
+
+async def test_a_prompt_that_is_too_long_for_an_argument_is_said_to_be() -> None:
+    task = replace(TASK, messages=(Message("user", "x" * 140_000),))
+    with pytest.raises(ValueError, match=r"has 131072 bytes or more: give \{prompt\} in agent\.files"):
+        await Command(argv=["true", "{prompt}"]).run(task, Address("http://x", "k"))
 
 
 def test_a_command_that_fails_says_how(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Games for one player of the package textarena."""
 
 import random
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Code
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Message, Task
+
+_TOO_LONG = re.compile(r"(\d{99})\d+")  # a number
 
 
 @dataclass
@@ -42,8 +45,9 @@ class TextArena(Environment):
             return below(task, self._said())
 
     async def step(self, message: Message) -> Reply:
+        move = _TOO_LONG.sub(r"\1", message.content)  # Python's int() refuses it, and the game ends by that
         with self._own_random(self._random):
-            done, _ = self._game.step(message.content)
+            done, _ = self._game.step(move)
             if not done:
                 return Reply((Message("user", self._said()),))
             rewards, _ = self._game.close()
@@ -52,7 +56,7 @@ class TextArena(Environment):
     def _said(self) -> str:
         """What the game has said since it was last asked."""
         _, said = self._game.get_observation()
-        return "\n".join(text for _, text, kind in said if kind is not self._own).strip()
+        return "\n".join(text for _, text, kind in said if kind is not self._own and isinstance(text, str)).strip()
 
     @contextmanager
     def _own_random(self, state: Any) -> Generator[None]:

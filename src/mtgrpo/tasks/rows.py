@@ -227,7 +227,8 @@ class ParquetRows(TableRows):
         for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
             table = self._read(group, [column] if column else None)
-            yield from (functools.partial(self._written, row) for row in table.to_pylist())
+            for batch in table.to_batches(max_chunksize=NOTED_ROWS):
+                yield from (functools.partial(self._written, row) for row in batch.to_pylist())
 
     def _read(self, group: _RowGroup, columns: Sequence[str] | None = None) -> Any:
         """A pyarrow.Table. Raises ConfigError where the file is damaged, as far as that shows."""
