@@ -952,6 +952,16 @@ def test_sources_are_mixed_by_weight_and_resume(tmp_path: Path) -> None:
     assert resumed.epoch >= 1 and not resumed.endless
 
 
+def test_files_of_one_name_in_a_mixture_have_ids_of_their_own(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", [{"prompt": f"{folder.name}{n}"} for n in range(3)])
+    of = [{"task": "jsonl", "path": str(folder), "eval_fraction": 0} for folder in folders]
+    found = {task.id: task.messages[0].content for task in Mixed(of=of).stream(Split.train, 0, repeat=False)}
+    assert found == {f"{name}/train.jsonl/{n + 1}": f"{name}{n}" for name in "ab" for n in range(3)}
+
+
 def test_one_pass_over_a_mixture_has_every_held_out_task_once(tmp_path: Path) -> None:
     source = mixture(tmp_path)
     found = [task.id for task in source.stream(Split.eval, 0, repeat=False)]

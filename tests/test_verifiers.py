@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import shlex
@@ -235,7 +236,10 @@ def test_a_policy_that_plays_twice_in_an_episode_has_no_one_reward(environments:
 )
 def test_tasks_without_a_prompt_or_of_parts_can_be_used(data: dict[str, Any], said: list[str]) -> None:
     task = SimpleNamespace(data=SimpleNamespace(model_dump=lambda **_: data))
-    assert [m.content for m in task_from_row(row(task), Columns(), "line 1", "id").messages] == said
+    before = copy.deepcopy(data)
+    found = task_from_row(row(task), Columns(), "line 1", "id")
+    assert [message.content for message in found.messages] == said
+    assert found.metadata["verifiers"] == before
 
 
 @real

@@ -18,8 +18,6 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.parts import File, Folder, Program, RunContext
 from mtgrpo.types import Task
 
-_LONGEST = 2**17  # bytes of an argument, by Linux
-
 
 @dataclass
 class Command(Agent, keep_output=">= 0"):
@@ -77,8 +75,8 @@ class Command(Agent, keep_output=">= 0"):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(fill(text))
             argv = [fill(word) for word in self.argv]
-            if max(len(word.encode(errors="replace")) for word in argv) >= _LONGEST:
-                raise ValueError(f"a word of agent.argv has {_LONGEST} bytes or more: give {{prompt}} in agent.files")
+            if any(len(word.encode(errors="replace")) >= 2**17 for word in argv):
+                raise ValueError("a word of agent.argv has 131072 bytes or more: give {prompt} in agent.files")
             environment = {name: fill(value) for name, value in self.environment.items()}
             output = await run_process(argv, folder, address, environment, self.keep_output)
             outcome = outcome_of(json.loads((folder / self.reward_file).read_text()) if self.reward_file else None)

@@ -97,8 +97,7 @@ class Python(Agent):
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
             name = str(Path(self.function).expanduser().resolve())
-            asked = name, dataclasses.asdict(task), dataclasses.asdict(address)
-            (folder / ".asked").write_bytes(strict_json(asked))
+            (folder / ".asked").write_bytes(strict_json((name, dataclasses.asdict(task), dataclasses.asdict(address))))
             code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
             argv = [sys.executable, "-P", "-c", code]
             await run_process(argv, folder, address, self.environment, keep=500)

@@ -82,10 +82,7 @@ class Chat(ABC):
 
     @abstractmethod
     def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`.
-
-        tools: those of the conversation, whose arguments have the types that they say.
-        """
+        """The message in sampled tokens, its arguments of the types of `tools`. Mistakes in it are `Message.error`."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arg
 # Added tokens that a model generates.
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"})
 
-DEEPEST = 100  # levels of a call
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[\s;]*")
@@ -198,7 +197,7 @@ def _read_json(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, in
     try:
         value, end = _DECODER.raw_decode(text, _after(_SPACE, text, start))
         json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is no text
-        if is_deeper(value, DEEPEST):
+        if is_deeper(value):
             raise RecursionError
     except json.JSONDecodeError as problem:
         raise Malformed(f"the tool call is not valid JSON: {problem.msg}") from None
@@ -238,8 +237,8 @@ def _typed(text: str, types: frozenset[str]) -> Any:
         value: Any = _PYTHON[text] if text in _PYTHON else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    plain = "string" in types and types.isdisjoint(_KINDS.get(type(value), ()))
-    return text if plain or is_deeper(value, DEEPEST) else value
+    plain = is_deeper(value) or ("string" in types and types.isdisjoint(_KINDS.get(type(value), ())))
+    return text if plain else value
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:

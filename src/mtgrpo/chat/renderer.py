@@ -8,7 +8,7 @@ import renderers  # pyright: ignore[reportMissingTypeStubs]
 import renderers.base  # pyright: ignore[reportMissingTypeStubs]
 
 from mtgrpo.chat import Chat, Thinking
-from mtgrpo.chat.formats import DEEPEST, Malformed, split_thinking
+from mtgrpo.chat.formats import Malformed, split_thinking
 from mtgrpo.chat.jinja_template import PROBE_TOOL, USER, call_message
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
@@ -176,6 +176,6 @@ def _read_call(call: renderers.ParsedToolCall) -> ToolCall:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
-    if not isinstance(arguments, Mapping) or is_deeper(arguments, DEEPEST):
+    if not isinstance(arguments, Mapping) or is_deeper(arguments):
         raise Malformed('"arguments" must be a JSON object')
     return ToolCall(call.name, cast(Mapping[str, Any], arguments))

@@ -13,8 +13,6 @@ from mtgrpo.parts import Code
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Message, Task
 
-_TOO_LONG = re.compile(r"(\d{99})\d+")  # a number
-
 
 @dataclass
 class TextArena(Environment):
@@ -45,9 +43,8 @@ class TextArena(Environment):
             return below(task, self._said())
 
     async def step(self, message: Message) -> Reply:
-        move = _TOO_LONG.sub(r"\1", message.content)  # Python's int() refuses it, and the game ends by that
         with self._own_random(self._random):
-            done, _ = self._game.step(move)
+            done, _ = self._game.step(re.sub(r"(\d{99})\d+", r"\1", message.content))  # int() refuses longer ones
             if not done:
                 return Reply((Message("user", self._said()),))
             rewards, _ = self._game.close()

@@ -4,7 +4,6 @@ import re
 import string
 import unicodedata
 from abc import ABC
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,7 +44,7 @@ class AnswerReward(Reward, ABC):
         """The words of the answer, and those of each accepted one. Raises TaskError when the task has none."""
         task = trajectory.task
         answers = task.metadata.get("answers") or []
-        if isinstance(answers, str | Mapping) or not all(isinstance(answer, str) for answer in answers):
+        if type(answers) not in (list, tuple) or not all(isinstance(answer, str) for answer in answers):
             raise TaskError(f"task {task.id}: `answers` in its metadata is no list of texts, got {answers!r:.80}")
         accepted = [answer for answer in (task.answer, *answers) if answer.strip()]
         if not accepted:

@@ -68,9 +68,8 @@ def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> b
 
 
 def _kind(schema: Mapping[str, Any]) -> type:
-    """The type of a schema, of several the first that is not null."""
-    said = schema.get("type", "")
-    return _TYPES.get(said if isinstance(said, str) else next((kind for kind in said if kind != "null"), ""), str)
+    """The type of a schema, or one of several."""
+    return next((kind for name, kind in _TYPES.items() if name in schema.get("type", "")), str)
 
 
 def _alike(value: Any, option: Any) -> bool:

@@ -54,17 +54,14 @@ def row(task: Any) -> dict[str, Any]:
     """A task as a row of a file: its messages and all of its data; an id and an answer where it names them."""
     data = task.data.model_dump(mode="json", exclude_defaults=True)
     prompt = data.get("prompt") or "(The environment begins.)"
-    said = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    said = [{**message, "content": text_of(message.get("content") or "")} for message in said]
+    said = [*map(dict, prompt)] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for message in said:
+        parts = message.get("content") or ""
+        shown = [part.get("text") or f"[{part['type']}]" for part in parts if isinstance(part, dict)]
+        message["content"] = "\n".join(shown) if shown else parts
     system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
     named = {name: data[name] for name in ("id", "answer") if isinstance(data.get(name), str | int | float)}
     return {"messages": [*system, *said], "verifiers": data, **named}
-
-
-def text_of(content: Any) -> str:
-    """What a message says; [TYPE] stands for each part that is no text."""
-    parts = [content] if isinstance(content, str) else content
-    return "\n".join(part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts)
 
 
 async def played(vf: Any, env: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
