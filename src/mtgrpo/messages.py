@@ -44,7 +44,7 @@ def spoken(message: Message) -> str:
 
 def message_from_fields(fields: Mapping[str, Any]) -> Message:
     """The message whose fields, by `dataclasses.asdict`, these are."""
-    return Message(**{**fields, "tool_calls": tuple(ToolCall(**call) for call in fields["tool_calls"])})
+    return Message(**dict(fields, tool_calls=tuple(ToolCall(**call) for call in fields["tool_calls"])))
 
 
 def messages_from(values: Sequence[Any], where: str) -> tuple[Message, ...]:
