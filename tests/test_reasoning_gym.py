@@ -112,7 +112,7 @@ def test_what_the_grading_cannot_read_is_worth_nothing(library: Any) -> None:
 def test_what_takes_too_long_to_grade_is_worth_nothing_and_holds_up_nobody() -> None:
     (task,) = tasks("countdown", 1)
     assert graded(task, "#### exp(exp(exp(20)))", timeout_s=0.5) == 0
-    assert Graded.cpu_heavy
+    assert Graded.cpu_heavy and Graded().works_unopened
     with pytest.raises(ConfigError, match="`timeout_s` must be > 0"):
         Graded(timeout_s=0)
 

@@ -120,6 +120,11 @@ class ReasoningGym(Reward, timeout_s="> 0"):
     timeout_s: float = 5.0  # processor time for one message; one that takes longer is worth 0
     require_marker: bool = True  # false: where there is neither, the whole message is the answer
 
+    @property
+    def works_unopened(self) -> bool:
+        """A task of another source is refused at the start."""
+        return True
+
     def reward(self, trajectory: Trajectory) -> float:
         """The score. Raises ConfigError for tasks of another source."""
         task = trajectory.task
