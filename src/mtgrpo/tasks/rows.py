@@ -227,7 +227,7 @@ class ParquetRows(TableRows):
         for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
             table = self._read(group, [column] if column else None)
-            for batch in table.to_batches(max_chunksize=NOTED_ROWS):
+            for batch in table.to_batches(max_chunksize=1000):
                 yield from (functools.partial(self._written, row) for row in batch.to_pylist())
 
     def _read(self, group: _RowGroup, columns: Sequence[str] | None = None) -> Any:
