@@ -126,11 +126,13 @@ class ReasoningGym(Reward, timeout_s="> 0"):
         return True
 
     def reward(self, trajectory: Trajectory) -> float:
-        """The score. Raises ConfigError for tasks of another source."""
+        """The score. Raises TaskError for tasks of another source."""
         task = trajectory.task
         entry = required(task, "entry", "reasoning_gym", "reasoning_gym")
-        answer = _stated(trajectory.final, self.require_marker)
-        if not answer:
+        _, marker, answer = (text := trajectory.final.strip()).rpartition(_MARKER)
+        if not marker:
+            answer = stated_answer(text, "answer") or ("" if self.require_marker else text)
+        if not (answer := answer.strip()):
             return 0.0
         if task.metadata["dataset"] in _TAKES_ANY_TEXT:
             return float(answer.lower() == task.answer.lower())
@@ -145,13 +147,6 @@ class ReasoningGym(Reward, timeout_s="> 0"):
         if (code := run_forked(write, self.timeout_s, MAX_BYTES)) not in (0, *DEATHS):
             raise RuntimeError(f"the process that grades ended with code {code}")
         return score[0]
-
-
-def _stated(text: str, require_marker: bool) -> str:
-    """The answer that `text` gives; "" for none."""
-    if _MARKER in text:
-        return text.rpartition(_MARKER)[2].strip()
-    return stated_answer(text, "answer") or ("" if require_marker else text.strip())
 
 
 @functools.cache
