@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hydra.types import RunMode
 import mtgrpo
 from mtgrpo import cli
 from mtgrpo.advantages.rewards import rewards_of
-from mtgrpo.agents import Agent
+from mtgrpo.agents import Address, Agent
 from mtgrpo.agents import python as python_agents
 from mtgrpo.agents.command import Command
 from mtgrpo.agents.none import NoAgent
@@ -237,13 +238,20 @@ def solve(task, address):
 """
     trajectory = one(Python(function=written(tmp_path, code)), tmp_path)
     assert (trajectory.reward, trajectory.turn_rewards) == (1.0, [0.0, 0.5])
-    code = "def solve(task, address):\n    ask(address)\n    return {'chatcmpl-9-9': 1.0}\n"
-    (tmp_path / "b").mkdir()
-    trajectory = one(Python(function=written(tmp_path / "b", code)), tmp_path)
-    assert (trajectory.status, "'chatcmpl-9-9', which this conversation has not" in trajectory.reason) == (
-        Status.FAILED,
-        True,
-    )
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("{'chatcmpl-9-9': 1.0}", "'chatcmpl-9-9', which this conversation has not"),
+        ("Outcome(reward=1.0, components={'passed': None})", "components={'passed': None}"),
+        ("Outcome(reward=1.0, components={'passed': 'all'})", "give a finite number, or a Score of finite numbers"),
+    ],
+)
+def test_rewards_that_are_none_fail_the_conversation(given: str, why: str, tmp_path: Path) -> None:
+    code = f"def solve(task, address):\n    ask(address)\n    return {given}\n"
+    trajectory = one(Python(function=written(tmp_path, code)), tmp_path)
+    assert (trajectory.status, why in trajectory.reason) == (Status.FAILED, True)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +411,19 @@ def solve(task, address):
     agent = Python(function=written(tmp_path, code), isolation=Isolation.process, posts_rewards=posts)
     trajectory = one(agent, tmp_path, ["#### 1"])
     assert (trajectory.status, trajectory.reason, trajectory.reward) == (Status.COMPLETED, "", reward)
+
+
+async def test_a_process_gets_metadata_that_json_lacks_as_text(tmp_path: Path) -> None:
+    code = "def solve(task, address):\n    return task.metadata['made']\n"
+    agent = Python(function=written(tmp_path, code), isolation=Isolation.process)
+    made = datetime(2024, 1, 2)
+    assert (await agent.run(replace(TASK, metadata={"made": made}), Address("http://x", "k"))).output == str(made)
+
+
+async def test_a_prompt_that_is_too_long_for_an_argument_is_said_to_be() -> None:
+    task = replace(TASK, messages=(Message("user", "x" * 140_000),))
+    with pytest.raises(ValueError, match=r"has 131072 bytes or more: give \{prompt\} in agent\.files"):
+        await Command(argv=["true", "{prompt}"]).run(task, Address("http://x", "k"))
 
 
 def test_a_command_that_fails_says_how(tmp_path: Path) -> None:

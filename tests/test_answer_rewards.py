@@ -107,6 +107,13 @@ def test_a_task_without_an_answer_is_refused(reward: EM | F1) -> None:
         reward.reward(said("x"))
 
 
+@pytest.mark.parametrize("answers", [{"text": ["Rome"]}, "Rome", [4]])
+def test_accepted_answers_that_are_no_list_of_texts_are_refused(answers: Any) -> None:
+    task = Task("task/1", (Message("user", "?"),), "Rome", {"answers": answers})
+    with pytest.raises(ConfigError, match=r"task/1: `answers` in its metadata is no list of texts"):
+        EM().reward(Trajectory(task, turns=said("text").turns))
+
+
 @given(text=st.text(min_size=1), convention=st.sampled_from(Convention))
 def test_the_answer_itself_is_always_right(text: str, convention: Convention) -> None:
     hypothesis.assume(text.strip())

@@ -509,8 +509,7 @@ BY_NAME = {  # on the hub
 def test_a_call_is_read_exactly_as_its_template_writes_it(name: str, said: tuple[list[ToolSpec], Message]) -> None:
     specs, message = said
     chat = chat_on_the_hub(name) if name in BY_NAME else chat_of(name)
-    chat.open([USER], specs)
-    assert chat.parse(chat.encode(message)) == message
+    assert chat.parse(chat.encode(message), specs) == message
 
 
 @lru_cache
@@ -531,7 +530,7 @@ def test_a_model_is_served_alike_however_it_is_named(name: str) -> None:
     run = ToolSpec("run", "Runs it.", {"type": "object", "properties": {"code": {"type": "string"}}})
     message = Message("assistant", "", "", (ToolCall("run", {"code": text}),))
     assert chat.open([USER], [run]) == own.open([USER], [run])
-    assert chat.parse(own.encode(message)).tool_calls[0].arguments["code"] == text
+    assert chat.parse(own.encode(message), [run]).tool_calls[0].arguments["code"] == text
 
 
 def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
@@ -539,8 +538,9 @@ def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
     message = Message("assistant", "", "", (ToolCall("add", {"a": 1, "b": "2"}),))
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
     assert chat.parse(chat.encode(message)).tool_calls[0].arguments == {"a": "1", "b": "2"}
-    chat.open([USER], [ToolSpec("add", "Adds.", parameters)])
-    assert chat.parse(chat.encode(message)) == message
+    adds = ToolSpec("add", "Adds.", parameters)
+    chat.open([USER], [replace(adds, parameters={})])  # another conversation, whose tool has the same name
+    assert chat.parse(chat.encode(message), [adds]) == message
 
 
 @pytest.mark.parametrize(
@@ -899,7 +899,11 @@ def test_the_renderer_and_the_template_agree(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"arguments": {}}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": ' + "[" * 9999]
+    "text",
+    [
+        *("{", '{"arguments": {}}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": ' + "[" * 9999),
+        '{"name": "f", "arguments": {"a": ' + 150 * "[" + 150 * "]" + "}}",
+    ],
 )
 def test_mistakes_are_errors_with_a_renderer_too(text: str) -> None:
     message = renderer_chat().parse(tokenizer().encode(f"<tool_call>\n{text}\n</tool_call><|im_end|>"))

@@ -97,6 +97,8 @@ def test_answers_of_a_file_take_precedence(tmp_path: Path) -> None:
     reward = GroundTruth(file=name)
     assert worth(reward, told("Rome", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 1.0
     assert worth(reward, told("Lutetia", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 0.0
+    evidence = GroundTruth(of=["evidence"], file=name)  # which other metadata of the task say
+    assert worth(evidence, told("Rome", answer="Paris", metadata={"gold": ["p1"]})) == 0.0
     second = told("#### 1/2", answer="")
     second.task = dataclasses.replace(second.task, id="2")
     assert worth(GroundTruth(of=["numeric"], file=name), second) == 1.0

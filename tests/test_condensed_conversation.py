@@ -41,9 +41,10 @@ class Letters(Chat):
     ) -> list[int] | None:
         return self.open(new, tools) if len(history) % 5 else None  # now and then it cannot be proven
 
-    def parse(self, output: Sequence[int]) -> Message:
+    def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         text = "".join(chr(token) for token in output if token not in (END, ASKS))
-        return Message("assistant", text, tool_calls=(ToolCall(CONDENSE.name, {}),) if ASKS in output else ())
+        calls = (ToolCall(CONDENSE.name, {}),) if ASKS in output and CONDENSE in tools else ()
+        return Message("assistant", text, tool_calls=calls)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))

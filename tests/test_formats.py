@@ -78,6 +78,7 @@ def test_xml_values_have_the_types_of_the_schema() -> None:
         (True, "5", "5"),
         ({}, "5", "5"),
         ({"type": "object"}, "  no JSON ", "  no JSON "),
+        ({"type": "array"}, 150 * "[" + 150 * "]", 150 * "[" + 150 * "]"),  # too deep for what would render it
     ],
 )
 def test_an_xml_value_is_what_its_schema_allows(schema: Any, text: str, value: Any) -> None:
@@ -140,6 +141,11 @@ def test_llama_json_reads_a_call_where_a_line_begins_with_one() -> None:
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', 'has no "arguments"'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object'),
         ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 10**5, "too deep"),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": ' + 150 * "[" + 150 * "]" + "}}</tool_call>",
+            "too deep",
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}</tool_call>", "too long a number"),
         ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', "half a character"),
         ("llama3_json", '{"name": "f", "parameters": ', "not valid JSON"),

@@ -25,6 +25,7 @@ PROPERTIES = {
     "tags": {"type": "array", "items": {"type": "string"}},
     "when": {"type": "object"},
     "full": {"type": "boolean"},
+    "note": {"type": ["string", "null"]},
 }
 TOOLS = [
     {
@@ -72,6 +73,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
     ({"city": ["Rome"], "when": [{"day": [1, 2], "to": ["", 5]}]}, {"city": "Rome", "when": {"day": 2}}, 1),
     ({"city": ["Rome"], "when": [{"day": [1, 2]}]}, {"city": "Rome", "when": {"day": 3}}, 0),
     ({"city": ["Rome"], "when": [{"day": [1, 2]}]}, {"city": "Rome", "when": {}}, 0),
+    ({"city": ["Rome"], "note": ["x", None]}, {"city": "Rome", "note": "X"}, 1),
+    ({"city": ["Rome"], "note": ["x", None]}, {"city": "Rome", "note": None}, 1),
+    ({"city": ["Rome"], "note": ["x"]}, {"city": "Rome", "note": None}, 0),
 ]
 
 

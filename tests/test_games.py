@@ -251,6 +251,12 @@ def test_a_game_of_textarena_pays_at_its_end() -> None:
     assert any(reply.reward == 1 for reply in found) and all(reply.reward == 0 for reply in found if not reply.done)
 
 
+@pytest.mark.parametrize("name, move", [("GuessTheNumber-v0", f"[{'9' * 5000}]"), ("Countdown-v0", "I do not know")])
+def test_a_move_that_is_none_is_answered(name: str, move: str) -> None:
+    pytest.importorskip("textarena")
+    assert "invalid move" in played(TextArena(game=name), game(3), [move])[-1].messages[0].content
+
+
 @pytest.mark.parametrize("name", ["NoSuchGame-v0", "TicTacToe-v0"])
 def test_unknown_games_and_those_for_two_are_refused(name: str) -> None:
     pytest.importorskip("textarena")

@@ -41,6 +41,12 @@ RIGHT = [
     (r"\boxed{3}", r"The sum is $\boxed{3}$"),
     (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
     (r"\boxed{[0, 1)}", "[0,1)"),
+    (r"\boxed{18.90}", r"\$18.90"),
+    (r"#### \sqrt{3} \text{ cm}", r"\sqrt{3}"),
+    ("#### (3, 4)", "(3,4)"),
+    ("#### **5**\n\nI checked 7 cases.", "5"),
+    ("#### The answer is 5", "5"),
+    (r"#### \boxed{5}", "5"),
 ]
 WRONG = [
     (r"\boxed{0.25}", r"\frac{1}{2}"),
@@ -53,6 +59,10 @@ WRONG = [
     (r"\boxed{\text{odd}}", r"\text{even}"),
     (r"\boxed{", "72"),
     ("\x00\ud800", "72"),
+    (r"\boxed{13}", r"\$12"),
+    ("#### x^2", "2"),
+    ("#### (3, 4)", "4"),
+    ("#### 5\n\nI checked 7 cases.", "7"),
 ]
 
 

@@ -17,11 +17,13 @@ import pytest
 from heavy_rewards import Elsewhere, Hangs, Leaves, LeavesItsProcess, Niceness, Poisoned
 from mtgrpo import environments
 from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Reward, Score, opened, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.rewards.ground_truth import GroundTruth
+from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.runtime import workers
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
@@ -86,6 +88,15 @@ async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) ->
         assert rest == [Score(1.0)] * 3
         assert isinstance(first, BrokenProcessPool)
         assert await scores(reward, [told("e")]) == [Score(1.0)]
+
+
+async def test_a_task_that_a_reward_cannot_grade_fails_alone() -> None:
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("#### 4")), SingleTurn())
+    runner = replace(runner, reward=Numeric())
+    good, bad = [await runner.run_group(replace(TASK, answer=answer), 2) for answer in ("4", "about 4")]
+    assert [trajectory.reward for trajectory in good.trajectories] == [1.0, 1.0]
+    assert {trajectory.status for trajectory in bad.trajectories} == {Status.FAILED}
+    assert "the answer 'about 4' is not a number" in bad.trajectories[0].reason
 
 
 @pytest.mark.parametrize("kind", [Leaves, LeavesItsProcess])

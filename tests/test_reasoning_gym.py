@@ -34,7 +34,7 @@ def tasks(name: str, count: int = 20, split: Split = Split.train, seed: int = 0,
     return list(itertools.islice(ReasoningGymTasks(dataset=name, config=config).stream(split, seed), count))
 
 
-def graded(task: Task, said: str, **settings: bool) -> float:
+def graded(task: Task, said: str, **settings: Any) -> float:
     turn = Turn([], [], [], [], Finish.STOP, Message("assistant", said))
     return Graded(**settings).reward(Trajectory(task, turns=[turn]))
 
@@ -107,6 +107,14 @@ def test_what_the_grading_cannot_read_is_worth_nothing(library: Any) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         library.get_score_answer_fn("prime_factorization")("nonsense", task.metadata["entry"])
     assert graded(task, "#### nonsense") == 0
+
+
+def test_what_takes_too_long_to_grade_is_worth_nothing_and_holds_up_nobody() -> None:
+    (task,) = tasks("countdown", 1)
+    assert graded(task, "#### exp(exp(exp(20)))", timeout_s=0.5) == 0
+    assert Graded.cpu_heavy and Graded().works_unopened
+    with pytest.raises(ConfigError, match="`timeout_s` must be > 0"):
+        Graded(timeout_s=0)
 
 
 def test_a_grading_that_takes_any_text_is_not_asked(library: Any) -> None:

@@ -363,7 +363,10 @@ ASKED = [
         **{"id": "q2", "question": "Where was the writer of Blue Door born?", "answers": ["Oslo"], "gold": ["p1"]},
         **{"source": "musique-train", "type": "multihop", "decomposition": STEPS},
     },
-    {"id": "q3", "question": "Is Oslo in Norway?", "answers": ["yes"], "gold": ["p2"], "source": "hotpotqa-dev"},
+    {
+        **{"id": "q3", "question": "Is Oslo in Norway?", "answers": ["yes"], "gold": ["p2"], "source": "hotpotqa-dev"},
+        "decomposition": None,  # as Parquet has it
+    },
     {"id": "q4", "question": "Who?", "answers": ["yes"], "gold": ["p2"], "source": "2wikimultihopqa-train"},
     {"id": "q5", "question": "What has stripes?", "answers": ["a tiger"], "gold": ["p3"], "source": "hotpotqa-train"},
     *[

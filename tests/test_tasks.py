@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
+from mtgrpo.messages import messages_from
 from mtgrpo.parts.extension import options
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, held_out, permuted, published
@@ -28,7 +30,7 @@ from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
 from mtgrpo.tasks.mixed import Mixed, MixedStream
 from mtgrpo.tasks.parquet import Parquet
-from mtgrpo.tasks.rows import Columns, HubRows
+from mtgrpo.tasks.rows import Columns, HubRows, ParquetRows
 from mtgrpo.tasks.word_problems import WordProblems
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import SUMMARY, Finish, Message, Task, ToolCall, Trajectory, Turn
@@ -185,6 +187,11 @@ def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> No
         ({"reward_model": {"ground_truth": {"target": ["4"]}}}, "4", None),
         ({"reward_model": {"style": "model"}}, "", None),
         ({"answer": ["4", 5]}, "4", ["4", "5"]),
+        ({"answer": "Rome", "answers": {"text": ["Rome"], "answer_start": [3]}}, "Rome", None),
+        ({"answer": "Rome", "answers": "Roma"}, "Rome", ["Roma"]),
+        ({"answer": "4", "answers": [4, 4.5]}, "4", ["4", "4.5"]),
+        ({"answers": None}, "", None),
+        ({"answers": ""}, "", None),
     ],
 )
 def test_answers_are_found(tmp_path: Path, row: dict[str, Any], answer: str, answers: list[str] | None) -> None:
@@ -192,6 +199,12 @@ def test_answers_are_found(tmp_path: Path, row: dict[str, Any], answer: str, ans
     task = next(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
     assert (task.answer, task.metadata.get("answers")) == (answer, answers)
     assert task.metadata.get("reward_model") == row.get("reward_model")
+
+
+def test_a_call_without_arguments_may_have_none_as_openai_writes_it() -> None:
+    call = {"type": "function", "function": {"name": "next", "arguments": ""}}
+    (message,) = messages_from([{"role": "assistant", "content": None, "tool_calls": [call]}], "line 1")
+    assert message.tool_calls == (ToolCall("next", {}),)
 
 
 def test_jsonl_reads_conversations_with_tool_calls(tmp_path: Path) -> None:
@@ -547,6 +560,18 @@ def test_parquet_reads_each_row_group_once_an_epoch(tmp_path: Path, monkeypatch:
     assert order != take(source.stream(Split.train, 5), len(expected))
 
 
+def test_a_large_row_group_is_read_in_parts(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}", "more": [{"a": number, "b": str(number)}] * 9} for number in range(10_000)]
+    readings = ParquetRows({write_parquet(tmp_path / "a.parquet", rows, len(rows)): "a"}).readings()
+    tracemalloc.start()
+    try:
+        assert next(readings)() == rows[0]
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+    assert [read() for read in readings] == rows[1:]
+
+
 def test_parquet_resumes_exactly(tmp_path: Path) -> None:
     source = Parquet(path=str(write_parquet(tmp_path / "a.parquet", [{"prompt": str(row)} for row in range(40)], 7)))
     for position in (0, 1, 17, 36, 50):
@@ -872,7 +897,8 @@ def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    plain, varied = WordProblems(), WordProblems(vary_numbers=True)
+    plain = WordProblems(prompt_template="In 20 words: {prompt}", system_prompt="Be brief.")
+    varied = dataclasses.replace(plain, vary_numbers=True)
     originals = {task.id: task for task, _ in zip(plain.stream(Split.train, 0), range(1000), strict=False)}
     first = [task for task, _ in zip(varied.stream(Split.train, 5), range(800), strict=False)]
     again = [task for task, _ in zip(varied.stream(Split.train, 5), range(800), strict=False)]
@@ -882,7 +908,9 @@ def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monke
         original = originals[task.id]
         text, new_text = original.messages[-1].content, task.messages[-1].content
         assert re.sub(r"\d+", "#", text) == re.sub(r"\d+", "#", new_text)
+        assert new_text.startswith("In 20 words: ") and len(task.messages) == 2
         messages = varied.demonstration(task, 0)
+        assert messages is not None or plain.demonstration(original, 0) is None
         if messages is not None:  # the calculator agrees with the answer
             assert messages[-1].content == f"#### {task.answer}"
             assert int(task.answer) >= 0
@@ -922,6 +950,16 @@ def test_sources_are_mixed_by_weight_and_resume(tmp_path: Path) -> None:
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert [next(resumed).id for _ in range(200)] == ids[123:323]
     assert resumed.epoch >= 1 and not resumed.endless
+
+
+def test_files_of_one_name_in_a_mixture_have_ids_of_their_own(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", [{"prompt": f"{folder.name}{n}"} for n in range(3)])
+    of = [{"task": "jsonl", "path": str(folder), "eval_fraction": 0} for folder in folders]
+    found = {task.id: task.messages[0].content for task in Mixed(of=of).stream(Split.train, 0, repeat=False)}
+    assert found == {f"{name}/train.jsonl/{n + 1}": f"{name}{n}" for name in "ab" for n in range(3)}
 
 
 def test_one_pass_over_a_mixture_has_every_held_out_task_once(tmp_path: Path) -> None:

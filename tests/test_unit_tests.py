@@ -85,6 +85,13 @@ FAILING = {
 }
 
 
+async def test_a_program_may_begin_with_what_must_stand_first_and_has_its_own_lines(kind: str) -> None:
+    task = Task("1", (), metadata={"setup": "import math\n\ndef f():\n    pass\n", "tests": "assert f(1) == 4"})
+    code = "from __future__ import annotations\ndef f(n: X):\n    return math.ceil(n + 2.5)"
+    assert (await run_tests(Sandbox(kind=kind, timeout_s=5), task, code)).passed
+    assert 'File "<code>", line 2' in (await run_tests(Sandbox(kind=kind, timeout_s=5), task, "x = 1\nx.y")).output
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", FAILING)
 async def test_tests_fail_for(name: str, kind: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ import pytest
 from conftest import Run
 from mtgrpo.errors import ConfigError
 from mtgrpo.integrations.verifiers.agent import Verifiers, VerifiersTasks
+from mtgrpo.integrations.verifiers.program import row
 from mtgrpo.parts import RunContext
 from mtgrpo.tasks import Split
+from mtgrpo.tasks.rows import Columns, task_from_row
 from mtgrpo.types import Status, Task, Trajectory
 from scripted import ScriptedEngine
 from test_agents import group_of
@@ -218,6 +222,24 @@ def test_a_policy_that_plays_twice_in_an_episode_has_no_one_reward(environments:
     (found,) = played(environments, "two_env", task, ["four", "four"])
     assert found.status is Status.FAILED
     assert "the policy played ['one', 'two']: an episode has one reward only where it plays once" in found.reason
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        ({"system_prompt": "Play."}, ["Play.", "(The environment begins.)"]),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url"}]}]},
+            ["hi\n[image_url]"],
+        ),
+    ],
+)
+def test_tasks_without_a_prompt_or_of_parts_can_be_used(data: dict[str, Any], said: list[str]) -> None:
+    task = SimpleNamespace(data=SimpleNamespace(model_dump=lambda **_: data))
+    before = copy.deepcopy(data)
+    found = task_from_row(row(task), Columns(), "line 1", "id")
+    assert [message.content for message in found.messages] == said
+    assert found.metadata["verifiers"] == before
 
 
 @real

@@ -61,6 +61,10 @@ class PolicyError(Exception):
     """
 
 
+class TaskError(ConfigError):
+    """A task lacks what it is graded by: its conversations fail, and a run goes on with others."""
+
+
 class UnreachableError(ConfigError):
     """What is asked for lies on a hub, which does not answer or is not asked, and not on this machine."""
 

@@ -44,7 +44,7 @@ def spoken(message: Message) -> str:
 
 def message_from_fields(fields: Mapping[str, Any]) -> Message:
     """The message whose fields, by `dataclasses.asdict`, these are."""
-    return Message(**{**fields, "tool_calls": tuple(ToolCall(**call) for call in fields["tool_calls"])})
+    return Message(**dict(fields, tool_calls=tuple(ToolCall(**call) for call in fields["tool_calls"])))
 
 
 def messages_from(values: Sequence[Any], where: str) -> tuple[Message, ...]:
@@ -80,7 +80,7 @@ def _call_from(value: Any, where: str) -> ToolCall:
         function = value.get("function") or value
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments.strip() or "{}")  # OpenAI's calls without arguments have ""
         return ToolCall(str(function["name"]), dict(arguments))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: a tool call has a name and an object of arguments, got {shown(value)}") from error

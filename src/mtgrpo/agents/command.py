@@ -75,6 +75,8 @@ class Command(Agent, keep_output=">= 0"):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(fill(text))
             argv = [fill(word) for word in self.argv]
+            if any(len(word.encode(errors="replace")) >= 2**17 for word in argv):
+                raise ValueError("a word of agent.argv has 131072 bytes or more: give {prompt} in agent.files")
             environment = {name: fill(value) for name, value in self.environment.items()}
             output = await run_process(argv, folder, address, environment, self.keep_output)
             outcome = outcome_of(json.loads((folder / self.reward_file).read_text()) if self.reward_file else None)

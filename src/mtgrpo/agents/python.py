@@ -17,6 +17,7 @@ from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.messages import message_from_fields
 from mtgrpo.parts import Code, Program, RunContext, extension
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.workers import LoopThread
 from mtgrpo.types import Task
@@ -96,7 +97,7 @@ class Python(Agent):
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
             name = str(Path(self.function).expanduser().resolve())
-            (folder / ".asked").write_text(json.dumps((name, dataclasses.asdict(task), dataclasses.asdict(address))))
+            (folder / ".asked").write_bytes(strict_json((name, dataclasses.asdict(task), dataclasses.asdict(address))))
             code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
             argv = [sys.executable, "-P", "-c", code]
             await run_process(argv, folder, address, self.environment, keep=500)

@@ -81,8 +81,8 @@ class Chat(ABC):
         """
 
     @abstractmethod
-    def parse(self, output: Sequence[int]) -> Message:
-        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`."""
+    def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        """The message in sampled tokens, its arguments of the types of `tools`. Mistakes in it are `Message.error`."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mtgrpo.runtime.files import is_deeper
 from mtgrpo.types import ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
@@ -196,9 +197,11 @@ def _read_json(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, in
     try:
         value, end = _DECODER.raw_decode(text, _after(_SPACE, text, start))
         json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is no text
+        if is_deeper(value):
+            raise RecursionError
     except json.JSONDecodeError as problem:
         raise Malformed(f"the tool call is not valid JSON: {problem.msg}") from None
-    except (ValueError, RecursionError):  # what Python refuses although it is JSON
+    except (ValueError, RecursionError):  # what Python refuses, or would later, although it is JSON
         raise Malformed("the tool call is not valid JSON: half a character, too long a number or too deep") from None
     if not isinstance(value, dict):
         raise Malformed("the tool call must be a JSON object")
@@ -234,7 +237,8 @@ def _typed(text: str, types: frozenset[str]) -> Any:
         value: Any = _PYTHON[text] if text in _PYTHON else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text if "string" in types and types.isdisjoint(_KINDS.get(type(value), ())) else value
+    plain = is_deeper(value) or ("string" in types and types.isdisjoint(_KINDS.get(type(value), ())))
+    return text if plain else value
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:

@@ -13,6 +13,7 @@ from mtgrpo.chat.jinja_template import PROBE_TOOL, USER, call_message
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict
+from mtgrpo.runtime.files import is_deeper
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 
@@ -38,7 +39,6 @@ class RendererChat(Chat):
         # Its "all" lets turns extend one another whatever the template would strip.
         self._renderer: Any = library.create_renderer(safe, config.model_copy(update={"thinking_retention": "all"}))
         self._stripping: Any = library.create_renderer(safe, config) if thinking is Thinking.strip else None
-        self._tools: dict[str, dict[str, Any]] = {}
         own_ends = list(self._renderer.get_stop_token_ids())
         self._other_ends = set(ends) - set(own_ends)
         self.stop_ids = tuple(dict.fromkeys([*own_ends, *ends]))
@@ -48,7 +48,6 @@ class RendererChat(Chat):
         self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        self._tools.update((tool.name, self._safe.escape_tool(tool)) for tool in tools)
         try:
             return self._render(messages, tools)
         except ValueError as problem:
@@ -74,13 +73,12 @@ class RendererChat(Chat):
             return None
         return bridged.token_ids[len(present) :]
 
-    def parse(self, output: Sequence[int]) -> Message:
+    def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         if output and output[-1] in self._other_ends:
             output = output[:-1]
         try:
-            parsed = self._renderer.parse_response(
-                list(output), tools=list(self._tools.values()) or None, prompt_ids=self._prompt
-            )
+            specs = [self._safe.escape_tool(tool) for tool in tools] or None
+            parsed = self._renderer.parse_response(list(output), tools=specs, prompt_ids=self._prompt)
             reasoning = parsed.reasoning_content or ""
             if parsed.reasoning_complete is False:
                 return Message("assistant", parsed.content, reasoning, error="the reasoning is not closed")
@@ -178,6 +176,6 @@ def _read_call(call: renderers.ParsedToolCall) -> ToolCall:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, Mapping) or is_deeper(arguments):
         raise Malformed('"arguments" must be a JSON object')
     return ToolCall(call.name, cast(Mapping[str, Any], arguments))

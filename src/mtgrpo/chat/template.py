@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -88,7 +88,6 @@ class TemplateChat(Chat):
             self._template = Template(tokenizer, put_tools_in_prompt(self._template), self._safe)
         self.template = self._template.source
         self._thinking = settings.thinking
-        self._schemas: dict[str, Mapping[str, Any]] = {}
         self._extensions: dict[tuple[Any, ...], TemplatePieces | None] = {}
         self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
 
@@ -119,11 +118,11 @@ class TemplateChat(Chat):
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
             raise ConfigError(f"the chat template has {self._no_tools}; use chat.tools=prompt, or {OTHERS}")
-        if tools and not self._schemas and self._lacking:
+        if tools and self._lacking:
             self.notes.append(
                 f"chat: the template has no {self._lacking}: they are described in the prompt (chat.tools=prompt)"
             )
-        self._schemas.update((tool.name, tool.parameters) for tool in tools)
+            self._lacking = ""  # said once
         return self._safe.encode(self._template.render(messages, tools, prompt=True))
 
     def shared(self, messages: Sequence[Message], counts: Sequence[int], tools: Sequence[ToolSpec]) -> list[int]:
@@ -157,13 +156,13 @@ class TemplateChat(Chat):
             return None
         return self._safe.encode_after("" if open_turn else self._turn_end, self._turn_end * open_turn + text)
 
-    def parse(self, output: Sequence[int]) -> Message:
+    def parse(self, output: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)
         text = self._safe.decode(output[:end]).removeprefix(self._space)
         reasoning, rest, error = split_thinking(text, self._inside_thinking)
         if error:
             return Message("assistant", rest, reasoning, error=error)
-        parsed = self._format.parse(rest, self._schemas)
+        parsed = self._format.parse(rest, {tool.name: tool.parameters for tool in tools})
         content = parsed.content.removesuffix(self._separator) if parsed.calls else parsed.content
         return Message("assistant", content, reasoning, parsed.calls, error=parsed.error)
 

@@ -241,7 +241,7 @@ class AgentSession:
         context = self._context(exchange)
         try:
             completion, stop = await self._sample(exchange, context)
-            message = self._chat.parse(completion.tokens)
+            message = self._chat.parse(completion.tokens, request.tools)
             if stop:
                 content, reasoning = message.content.partition(stop)[0], message.reasoning.partition(stop)[0]
                 message = dataclasses.replace(message, content=content, reasoning=reasoning)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts import Folder
 from mtgrpo.rewards import Reward, required
 from mtgrpo.runtime.packages import refuse_without_package
@@ -90,7 +90,7 @@ class IFEval(Reward):
             refuse_without_package(package, "reward=ifeval")
 
     def reward(self, trajectory: Trajectory) -> float:
-        """From 0.0 to 1.0. Raises ConfigError when the task has no instructions, or some of an unknown kind."""
+        """From 0.0 to 1.0. Raises TaskError when the task has no instructions, or some of an unknown kind."""
         kept = followed(trajectory.task, trajectory.final)
         return float(all(kept)) if self.level is AccuracyLevel.prompt else sum(kept) / len(kept)
 
@@ -105,23 +105,23 @@ class IFEval(Reward):
 
 
 def followed(task: Task, text: str) -> list[bool]:
-    """Which of the task's instructions `text` follows. Raises ConfigError as `IFEval.reward` does."""
+    """Which of the task's instructions `text` follows. Raises TaskError as `IFEval.reward` does."""
     kinds, arguments = (required(task, name, "ifeval", "ifeval") for name in ("instruction_id_list", "kwargs"))
     if len(kinds) != len(arguments):
-        raise ConfigError(f"task {task.id} has {len(kinds)} instructions and {len(arguments)} kwargs; give one each")
+        raise TaskError(f"task {task.id} has {len(kinds)} instructions and {len(arguments)} kwargs; give one each")
     return [_follows(task, text, kind, given) for kind, given in zip(kinds, arguments, strict=True)]
 
 
 def _follows(task: Task, text: str, kind: str, arguments: Mapping[str, Any]) -> bool:
     if kind not in KINDS:
-        raise ConfigError(f"task {task.id}: the instruction {kind!r} is unknown; known: {', '.join(sorted(KINDS))}")
+        raise TaskError(f"task {task.id}: the instruction {kind!r} is unknown; known: {', '.join(sorted(KINDS))}")
     check = KINDS[kind]
     given = {name: value for name, value in arguments.items() if value is not None}  # tables fill up with null
     try:
         bound = inspect.signature(check).bind(text, **given)
         return bool(text.strip()) and check(*bound.args)
     except TypeError as error:
-        raise ConfigError(f"task {task.id}: the instruction {kind} does not take {given}: {error}") from error
+        raise TaskError(f"task {task.id}: the instruction {kind} does not take {given}: {error}") from error
 
 
 def _related(count: int, relation: str, number: int) -> bool:

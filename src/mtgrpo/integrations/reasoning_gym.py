@@ -7,12 +7,15 @@ import random
 import string
 import sys
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Annotated, Any
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Reach, Text
 from mtgrpo.rewards import Reward, required
 from mtgrpo.rewards.em import stated_answer
+from mtgrpo.rewards.math_verify import MAX_BYTES
+from mtgrpo.runtime.isolation import DEATHS, run_forked
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tasks import Generated, Split, TaskStream, held_out, user
 from mtgrpo.types import Message, Task, Trajectory
@@ -104,39 +107,46 @@ def _questions(name: str, config: str, seed: int) -> Any:
 
 
 @dataclass
-class ReasoningGym(Reward):
+class ReasoningGym(Reward, timeout_s="> 0"):
     """The score, from 0 to 1, that the data set of task=reasoning_gym gives the answer; some give parts of 1.
 
     The answer is what stands after the last `####` of the final message, else in its last <answer></answer>. What the
     data set's grading cannot read is worth 0. No answer is run: where the library would, it has to be a list of plain
-    values, or an expression of numbers, letters and usual functions.
+    values, or an expression of numbers, letters and usual functions. It is graded in a process of its own.
     """
 
+    cpu_heavy = True
+
+    timeout_s: float = 5.0  # processor time for one message; one that takes longer is worth 0
     require_marker: bool = True  # false: where there is neither, the whole message is the answer
 
+    @property
+    def works_unopened(self) -> bool:
+        """A task of another source is refused at the start."""
+        return True
+
     def reward(self, trajectory: Trajectory) -> float:
-        """The score. Raises ConfigError for tasks of another source."""
+        """The score. Raises TaskError for tasks of another source."""
         task = trajectory.task
         entry = required(task, "entry", "reasoning_gym", "reasoning_gym")
-        answer = _stated(trajectory.final, self.require_marker)
-        if not answer:
+        _, marker, answer = (text := trajectory.final.strip()).rpartition(_MARKER)
+        if not marker:
+            answer = stated_answer(text, "answer") or ("" if self.require_marker else text)
+        if not (answer := answer.strip()):
             return 0.0
         if task.metadata["dataset"] in _TAKES_ANY_TEXT:
             return float(answer.lower() == task.answer.lower())
         if task.metadata["dataset"] in EXPRESSIONS and not is_expression(answer):
             return 0.0
         grade = _grader(task.metadata["dataset"], json.dumps(task.metadata["config"]))
-        try:
-            return min(1.0, max(0.0, float(grade(answer, entry))))
-        except Exception:  # the library's parsers raise whatever they like at text that is no answer
-            return 0.0
+        score = memoryview(mmap(-1, 8)).cast("d")  # shared with the process
 
+        def write() -> None:  # the library's parsers raise whatever they like at text that is no answer
+            score[0] = min(1.0, max(0.0, float(grade(answer, entry))))
 
-def _stated(text: str, require_marker: bool) -> str:
-    """The answer that `text` gives; "" for none."""
-    if _MARKER in text:
-        return text.rpartition(_MARKER)[2].strip()
-    return stated_answer(text, "answer") or ("" if require_marker else text.strip())
+        if (code := run_forked(write, self.timeout_s, MAX_BYTES)) not in (0, *DEATHS):
+            raise RuntimeError(f"the process that grades ended with code {code}")
+        return score[0]
 
 
 @functools.cache

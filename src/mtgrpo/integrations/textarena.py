@@ -1,6 +1,7 @@
 """Games for one player of the package textarena."""
 
 import random
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class TextArena(Environment):
 
     async def step(self, message: Message) -> Reply:
         with self._own_random(self._random):
-            done, _ = self._game.step(message.content)
+            done, _ = self._game.step(re.sub(r"(\d{99})\d+", r"\1", message.content))  # int() refuses longer ones
             if not done:
                 return Reply((Message("user", self._said()),))
             rewards, _ = self._game.close()
@@ -52,7 +53,7 @@ class TextArena(Environment):
     def _said(self) -> str:
         """What the game has said since it was last asked."""
         _, said = self._game.get_observation()
-        return "\n".join(text for _, text, kind in said if kind is not self._own).strip()
+        return "\n".join(text for _, text, kind in said if kind is not self._own and isinstance(text, str)).strip()
 
     @contextmanager
     def _own_random(self, state: Any) -> Generator[None]:

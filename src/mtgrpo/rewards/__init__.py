@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
-from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.errors import ConfigError, PolicyError, TaskError
 from mtgrpo.parts import Part, Parts, RunContext, built, extension, named
 from mtgrpo.parts.extension import misgiven
 from mtgrpo.runtime.isolation import run_isolated
@@ -127,11 +127,11 @@ async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
 
 
 def required(task: Task, name: str, reward: str, source: str, kind: type = object) -> Any:
-    """`name` of the task's metadata. Raises ConfigError where it is empty or no `kind`: `reward` is for `source`."""
+    """`name` of the task's metadata. Raises TaskError where it is empty or no `kind`: `reward` is for `source`."""
     value = task.metadata.get(name)
     if value and isinstance(value, kind):
         return value
-    raise ConfigError(f"task {task.id} has no `{name}` in its metadata; reward={reward} is for task={source}")
+    raise TaskError(f"task {task.id} has no `{name}` in its metadata; reward={reward} is for task={source}")
 
 
 def _refuse_alone(self: Reward, trajectory: Trajectory) -> float:
@@ -190,10 +190,10 @@ async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score |
         error = misgiven(method, results, f"it is for {len(siblings)} trajectories; give one for each")
         return [error] * len(siblings)
     pairs = zip(cast("Sequence[Any]", results), siblings, strict=True)
-    return [_check(result, trajectory, method) for result, trajectory in pairs]
+    return [checked(result, trajectory, method) for result, trajectory in pairs]
 
 
-def _check(result: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
+def checked(result: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
     """The result of `method` for a trajectory as a Score, or an exception that says what is wrong with it."""
     if isinstance(result, Exception):
         return Score(0.0) if isinstance(result, PolicyError) else result

@@ -21,7 +21,7 @@ class Calculation(Reward):
     require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts
 
     def reward(self, trajectory: Trajectory) -> Score:
-        """Raises ConfigError when the task names no results, or its answer is not a number."""
+        """Raises TaskError when the task names no results, or its answer is not a number."""
         values: Any = trajectory.task.metadata.get("values")
         if values != []:  # nothing is calculated
             values = required(trajectory.task, "values", "calculation", "calculator; for others set reward=numeric")

@@ -7,7 +7,7 @@ from abc import ABC
 from dataclasses import dataclass
 from enum import Enum
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts import Text
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Trajectory
@@ -41,11 +41,14 @@ class AnswerReward(Reward, ABC):
             check_tag(type(self).__name__.lower(), self.tag)
 
     def normalise(self, trajectory: Trajectory) -> tuple[str, list[str]]:
-        """The words of the answer, and those of each accepted one. Raises ConfigError when the task has none."""
+        """The words of the answer, and those of each accepted one. Raises TaskError when the task has none."""
         task = trajectory.task
-        accepted = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
+        answers = task.metadata.get("answers") or []
+        if type(answers) not in (list, tuple) or not all(isinstance(answer, str) for answer in answers):
+            raise TaskError(f"task {task.id}: `answers` in its metadata is no list of texts, got {answers!r:.80}")
+        accepted = [answer for answer in (task.answer, *answers) if answer.strip()]
         if not accepted:
-            raise ConfigError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
+            raise TaskError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
         answer = stated_answer(trajectory.final, self.tag)
         return normalise(answer, self.convention), [normalise(gold, self.convention) for gold in accepted]
 
@@ -60,7 +63,7 @@ class EM(AnswerReward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError when the task has no answer."""
+        """Raises TaskError when the task has no answer."""
         answer, accepted = self.normalise(trajectory)
         return float(answer in accepted)
 

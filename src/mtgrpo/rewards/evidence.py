@@ -29,7 +29,7 @@ class Evidence(Reward):
         self.judges_turns = self.per_turn
 
     def reward(self, trajectory: Trajectory) -> Score:
-        """The share, or that of each turn. Raises ConfigError where the task does not say what it needs."""
+        """The share, or that of each turn. Raises TaskError where the task does not say what it needs."""
         needed, turns = self._needed(trajectory), list[float]()
         missing = needed
         for turn in trajectory.turns:

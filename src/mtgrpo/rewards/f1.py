@@ -19,7 +19,7 @@ class F1(AnswerReward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError when the task has no answer."""
+        """Raises TaskError when the task has no answer."""
         answer, accepted = self.normalise(trajectory)
         if self.convention is Convention.hotpotqa:
             accepted = [gold for gold in accepted if gold == answer or not {gold, answer} & _WHOLE]

@@ -22,7 +22,7 @@ class FunctionCalls(Reward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError where the task has no calls."""
+        """Raises TaskError where the task has no calls."""
         task = trajectory.task
         wanted: list[dict[str, Any]] = required(task, "calls", "function_calls", "bfcl", list)
         schemas = {tool["name"]: tool["parameters"] for tool in task.metadata["tools"]}
@@ -52,19 +52,24 @@ def _has_keys(values: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) 
 
 def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> bool:
     """Whether an argument is one of the accepted `values`, and of its schema's type or of theirs."""
-    kind = _TYPES.get(schema.get("type", ""), str)
+    kind = _kind(schema)
     if kind is float and type(value) is int and abs(value) < 2**1023:  # beyond that it is no number with decimals
         value = float(value)
     theirs = next((type(option) for option in values if option != ""), kind)
     if type(value) not in (kind, theirs):
-        return False
+        return value is None and None in values
     if theirs is not kind:  # such as a variable in the place of a number
         return value in values
     if isinstance(value, list) and "items" in schema:
-        types, inner = {*map(type, value)}, _TYPES.get(schema["items"].get("type", ""), str)
+        types, inner = {*map(type, value)}, _kind(schema["items"])
         lists = [option for option in values if isinstance(option, list)]
         values = [option for option in lists if types <= {inner, *map(type, option[:1])}]
     return any(_alike(value, option) for option in values)
+
+
+def _kind(schema: Mapping[str, Any]) -> type:
+    """The type of a schema, or one of several."""
+    return next((kind for name, kind in _TYPES.items() if name in schema.get("type", "")), str)
 
 
 def _alike(value: Any, option: Any) -> bool:

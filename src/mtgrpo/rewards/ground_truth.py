@@ -32,7 +32,7 @@ class GroundTruth(Composed):
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
         task = siblings[0].task
         if task.id in self._answers:
-            task = replace(task, answer=self._answers[task.id], metadata={})
+            task = replace(task, answer=self._answers[task.id], metadata={**task.metadata, "answers": []})
         elif self.heuristic and not (task.answer.strip() or task.metadata.get("answers")):
             texts = [trajectory.final for trajectory in siblings]
             return [float("####" in text or "\\boxed{" in text or last_code_block(text) is not None) for text in texts]

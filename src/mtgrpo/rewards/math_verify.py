@@ -3,31 +3,30 @@
 import functools
 import logging
 import re
-import signal
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.rewards import Reward
-from mtgrpo.runtime.isolation import OUT_OF_MEMORY, run_forked
+from mtgrpo.runtime.isolation import DEATHS, run_forked
 from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Trajectory
 
-_MAX_BYTES = 4 * 2**30  # for a number with too many digits
+MAX_BYTES = 4 * 2**30  # for a number with too many digits
 _ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin space in 1\,200, a point in 72.
+# A line without words is a formula; letters alone are its variables.
+_FORMULA = re.compile(r"(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++")
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
-# Of the limits, and of what a message had the library compute.
-_DEATHS = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
 
 @dataclass
 class MathVerify(Reward, timeout_s="> 0"):
     """1 when the final message's answer equals the task's answer as mathematics, else 0: math-verify compares them.
 
-    It is looked for after the last `####`, else in the whole message: what the last \\boxed{} holds, else a formula
-    between dollars, else the last number. Equal are 1/2, \\frac{1}{2} and 0.5, or x = 5 and 5; numbers with decimals
-    are compared to six digits. It may take long to simplify an expression, so that is done in a process of its own,
-    which is stopped at the limit.
+    It is looked for in the line after the last `####`, else in the whole message: what the last \\boxed{} holds, else a
+    formula between dollars, or a line without words, else the last number. Equal are 1/2, \\frac{1}{2} and 0.5, or x =
+    5 and 5; numbers with decimals are compared to six digits. It may take long to simplify an expression: that is done
+    in a process of its own, which is stopped at the limit.
     """
 
     compares = cpu_heavy = True
@@ -39,22 +38,24 @@ class MathVerify(Reward, timeout_s="> 0"):
         refuse_without_package("math_verify", "reward=math_verify")
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError when the task's answer is no mathematics."""
+        """Raises TaskError when the task's answer is no mathematics."""
         task, text, library = trajectory.task, _stated(trajectory.final), _library()
-        verdict = run_forked(lambda: _verdict(library, task.answer, text), self.timeout_s, _MAX_BYTES)
+        verdict = run_forked(lambda: _verdict(library, task.answer, text), self.timeout_s, MAX_BYTES)
         if verdict == _UNREADABLE:
-            raise ConfigError(
+            raise TaskError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is neither a number nor a formula; choose another "
                 "column with task.columns.answer=NAME, or compare text with reward=em"
             )
-        if verdict not in (_RIGHT, _WRONG, *_DEATHS):
+        if verdict not in (_RIGHT, _WRONG, *DEATHS):
             raise RuntimeError(f"the process that compares expressions ended with code {verdict}")
         return float(verdict == _RIGHT)
 
 
 def _stated(text: str) -> str:
     """What states the answer: from the last box on, with numbers as the library reads them."""
-    text = text.rpartition("####")[2]
+    _, marker, behind = text.rpartition("####")
+    line = behind.strip().partition("\n")[0].strip("*` ")
+    text = (f"\\boxed{{{line}}}" if _FORMULA.fullmatch(line) else line) if marker else text
     return _ODD.sub("", text[max(0, text.rfind("\\boxed")) :])
 
 
@@ -71,7 +72,7 @@ def _library() -> Any:
 def _verdict(library: Any, answer: str, text: str) -> int:
     try:
         # Where a time limit is given, math-verify would use a signal that cannot stop work inside one operation.
-        marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+        marked = answer if "$" in answer.replace("\\$", "") or "\\boxed" in answer else f"\\boxed{{{answer}}}"
         gold = library.parse(marked, parsing_timeout=None)
         if not gold:
             return _UNREADABLE

@@ -5,7 +5,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.rewards import Reward
 from mtgrpo.runtime.text import boxed
 from mtgrpo.types import Trajectory
@@ -79,12 +79,12 @@ class Numeric(Reward):
     require_marker: bool = True  # false: where there is neither, the last number of the text counts
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Raises ConfigError when the task's answer is not a number."""
+        """Raises TaskError when the task's answer is not a number."""
         task = trajectory.task
         marked = stated_number(task.answer, require_marker=True)
         answer = _single_number(task.answer.strip()) if marked is None else marked
         if answer is None:
-            raise ConfigError(
+            raise TaskError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is not a number; choose another column "
                 "with task.columns.answer=NAME, or grade text with reward=em"
             )

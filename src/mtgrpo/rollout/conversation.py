@@ -148,7 +148,7 @@ class _State:
         completion = await self.sample(self._context, dataclasses.replace(self.sampling, max_new_tokens=room))
         ended = time.perf_counter()
         trajectory.sample_s += ended - began
-        message = self.chat.parse(completion.tokens)
+        message = self.chat.parse(completion.tokens, self._tools)
         turn = Turn.of(completion, message, self._new, self._parent, auxiliary)
         turn.asked_s, turn.ended_s = began, ended
         trajectory.turns.append(turn)

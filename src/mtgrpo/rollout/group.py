@@ -18,9 +18,9 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.endpoint.session import AgentSession, OpenChain
 from mtgrpo.environments import STOP_S, Environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
-from mtgrpo.rewards import Reward, Score, scores, spent_s
+from mtgrpo.rewards import Reward, Score, checked, scores, spent_s
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.tools.calls import Faults
@@ -109,6 +109,8 @@ class RolloutRunner:
         try:
             async with asyncio.timeout(self.score_timeout_s or None):
                 return await scores(self.reward, valid)
+        except TaskError as error:
+            return [error] * len(valid)
         except TimeoutError:
             return [TimeoutError(f"it took longer than rollout.score_timeout_s={self.score_timeout_s}")] * len(valid)
 
@@ -175,8 +177,11 @@ async def _run_agent(
         )
     if outcome.reward is not None:
         trajectory.given = None
-        session.pay(float(outcome.reward))
-        trajectory.components = dict(outcome.components)
+        score = checked(Score(outcome.reward, outcome.components), trajectory, agent.run)
+        if isinstance(score, Exception):
+            raise score
+        session.pay(score.total)
+        trajectory.components = dict(score.components)
     for reply_id, amount in outcome.turn_rewards.items():
         session.pay(float(amount), reply_id)
     trajectory.output, trajectory.data = outcome.output, outcome.data

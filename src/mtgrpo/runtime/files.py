@@ -173,7 +173,7 @@ def _plain(value: Any, depth: int) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int = 100) -> bool:  # than what servers and other processes take
     """Whether lists and objects are nested in one another more than `levels` deep."""
     inner: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return levels < 0 or any(is_deeper(part, levels - 1) for part in inner)

@@ -27,6 +27,7 @@ MAX_ABANDONED_THREADS = 64  # that took too long and still run
 LIMIT_S = 10  # of processor time, for somebody else's code that is tried first
 LIMIT_BYTES = 2**30
 OUT_OF_MEMORY = 1  # an exit code
+DEATHS = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)  # of the limits, and of what was computed
 _abandoned: set[threading.Thread] = set()
 
 

@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from mtgrpo.errors import ConfigError, beside
 from mtgrpo.parts import File
@@ -107,6 +107,7 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
     bad_rows: BadRows = BadRows.skip  # files below 100 MB in all are checked whole at the start
 
     suffix: ClassVar[str] = ".jsonl"  # of the files that are read from a folder
+    mixed = cast("Sequence[FileSource]", ())  # with which others, whose rows have other ids
 
     @abstractmethod
     def rows(self, files: Mapping[Path, str]) -> Rows:
@@ -120,7 +121,9 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
         alone = split is Split.eval and self.val_files and not (self.path or self.train_files)  # one of `eval.sets`
         held_out = self._resolved(self.val_files, self._given_held_out)
         training = [] if alone else self._training(held_out)
-        names = names_for_ids([*training, *held_out.values()])
+        given = [(one, name) for one in self.mixed for name in (one.path, *one.train_files, *one.val_files) if name]
+        of_others = (one._files_at(name, "task.of") for one, name in given)
+        names = names_for_ids([*dict.fromkeys([*training, *held_out.values(), *chain(*of_others)])])
         for file in names:
             digest(file)
         files = list(held_out.values()) if split is Split.eval and held_out else training

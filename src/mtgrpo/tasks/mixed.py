@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, cast
 from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.parts import Parts, RunContext, built, extension
 from mtgrpo.tasks import Split, TaskSource, TaskStream, hashed
+from mtgrpo.tasks.jsonl import FileSource
 from mtgrpo.types import Message, Task
 
 _SOURCE = "mixed"  # in a task's metadata, the number of its source
@@ -44,6 +45,9 @@ class Mixed(TaskSource):
             if issubclass(kind, Mixed):
                 raise ConfigError("task.of: a mix in a mix; put its entries into the outer one, weights multiplied")
             self._sources.append(built(f"task {name}", kind, settings))
+        files = [source for source in self._sources if isinstance(source, FileSource)]
+        for source in files:
+            source.mixed = files
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

@@ -227,7 +227,8 @@ class ParquetRows(TableRows):
         for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
             table = self._read(group, [column] if column else None)
-            yield from (functools.partial(self._written, row) for row in table.to_pylist())
+            for batch in table.to_batches(max_chunksize=1000):
+                yield from (functools.partial(self._written, row) for row in batch.to_pylist())
 
     def _read(self, group: _RowGroup, columns: Sequence[str] | None = None) -> Any:
         """A pyarrow.Table. Raises ConfigError where the file is damaged, as far as that shows."""
@@ -292,7 +293,7 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
 
     Where the user names no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
     or SkyRL's reward_spec.ground_truth is taken. Of several accepted answers the first is the task's, and
-    metadata["answers"] holds all.
+    metadata["answers"] holds all; those in a column of that name, as texts, where there is one.
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
@@ -310,7 +311,9 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
     answers = _answers(row, columns.answer, where)
     task_id = _scalar(row, "id", columns.id, where) or default_id
     rest = {name: value for name, value in row.items() if name not in (used, columns.answer, columns.id)}
-    return Task(task_id, messages, answers[0], rest | ({"answers": answers} if len(answers) > 1 else {}))
+    others = [one for one in _listed(rest.pop("answers", None)) if _is_scalar(one) and one != ""]
+    more = answers if len(answers) > 1 else [_text(one, row, "answer", "answers", where) for one in others]
+    return Task(task_id, messages, answers[0], rest | ({"answers": more} if more else {}))
 
 
 def cell(row: Row, column: str) -> Any:

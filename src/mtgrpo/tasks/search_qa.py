@@ -77,7 +77,7 @@ class SearchQA(Published):
         return trained if split is Split.train else source in _EVAL or (source == _HALVED and not even)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        answers, steps, question = texts(row["answers"]), row.get("decomposition", []), text(row, "question")
+        answers, steps, question = texts(row["answers"]), row.get("decomposition") or [], text(row, "question")
         metadata = {"answers": answers, "gold": texts(row["gold"]), "source": row["source"], "steps": steps}
         if not answers:
             raise ValueError("answers")

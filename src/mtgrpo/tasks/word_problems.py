@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Split, TaskStream, permuted, user
@@ -15,6 +15,7 @@ from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import Message, Task
 
 _NUMBER = re.compile(r"\d+")
+_WRAPPED = re.compile(r"\((?:[^()]|\([^()]*\))*\)")  # in parentheses of which the first closes at the end
 _TRIES = 200  # a random division of two numbers seldom comes out even
 _EVAL_FRACTION = 0.3  # the data set comes as one file; the share is that of its usual division, 700 to 300
 
@@ -46,12 +47,13 @@ class WordProblems(Published):
         if not self.vary_numbers or split is Split.eval:
             return stream
         rows = self.rows(split)
-        chosen = self.chosen(rows, split)
+        chosen, bare = self.chosen(rows, split), replace(self, system_prompt="", prompt_template="", examples=0)
 
         def varied_at(index: int) -> Task:
             epoch, place = divmod(index, len(chosen))
             row = chosen[permuted(place, len(chosen), seed * 1_000_003 + epoch)]
-            return vary(self.prompted(rows, row), random.Random(f"svamp/{seed}/{index}"))
+            task = vary(bare.prompted(rows, row), random.Random(f"svamp/{seed}/{index}"))
+            return replace(task, messages=self.with_prompt(task.messages))
 
         return IndexedStream(None, varied_at, seed, repeat)
 
@@ -87,11 +89,11 @@ def vary(task: Task, rng: random.Random) -> Task:
         except ToolError:
             continue
         if answer.isdecimal() and answer != "0":
-            message = Message("user", renewed(text))
-            return Task(task.id, (*task.messages[:-1], message), answer, {"equation": renewed(equation)})
+            return Task(task.id, user(renewed(text)), answer, {"equation": renewed(equation)})
     return task
 
 
 def _plain(equation: str) -> str:
     """SVAMP's "( 290.0 / 2.0 )" as "290/2"."""
-    return re.sub(r"\.0(?!\d)", "", equation.replace(" ", "").removeprefix("(").removesuffix(")"))
+    plain = re.sub(r"\.0(?!\d)", "", equation.replace(" ", ""))
+    return plain[1:-1] if _WRAPPED.fullmatch(plain) else plain

@@ -25,8 +25,6 @@ from mtgrpo.parts.extension import place
 from mtgrpo.runtime.files import is_deeper
 from mtgrpo.types import ToolSpec
 
-_MAX_LEVELS = 100  # of arguments
-
 
 class ToolError(PolicyError):
     """A tool refuses what the model asked for; the model sees the text as its observation."""
@@ -89,7 +87,7 @@ class ArgumentCheck:
             errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
             refusal = _explained(errors[0], self._name) if errors else ""
             json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False, default=str).encode()
-            if is_deeper(arguments, _MAX_LEVELS):  # than what servers and other processes take
+            if is_deeper(arguments):
                 raise RecursionError
         except OverflowError:
             refusal = f"{self._name}: a number is too large"

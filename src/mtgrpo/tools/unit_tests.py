@@ -4,7 +4,7 @@ import re
 import textwrap
 from contextlib import aclosing, nullcontext
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.tools.sandbox import Result, Sandbox
 from mtgrpo.tools.sandbox_judge import uses_objects
 from mtgrpo.types import Task
@@ -27,10 +27,10 @@ def last_code_block(text: str) -> str | None:
 
 
 def tests_of(task: Task) -> str:
-    """The tests in the task's metadata. Raises ConfigError where it has none."""
+    """The tests in the task's metadata. Raises TaskError where it has none."""
     tests = task.metadata.get("tests")
     if not isinstance(tests, str) or not tests.strip():
-        raise ConfigError(
+        raise TaskError(
             f"task {task.id} has no `tests` in its metadata, code that raises where a program is wrong; task=mbpp and "
             "task=humaneval have them"
         )
@@ -38,7 +38,7 @@ def tests_of(task: Task) -> str:
 
 
 def objects_in(task: Task) -> bool:
-    """Whether the task's tests make objects of the program's classes: see `uses_objects`. Raises ConfigError."""
+    """Whether the task's tests make objects of the program's classes: see `uses_objects`. Raises TaskError."""
     try:
         return uses_objects(task.metadata.get("setup", ""), tests_of(task))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -49,7 +49,7 @@ async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:
     """What the task's tests say of `code`: a fresh interpreter runs the task's `setup` and the code.
 
     The tests run in another process, which calls the code's functions and gets plain data. In a sandbox that was opened
-    as many programs run at once as there are processors. Raises ConfigError where the task has no tests, OSError or
+    as many programs run at once as there are processors. Raises TaskError where the task has no tests, OSError or
     RuntimeError where the sandbox does not start.
     """
     tests, objects = tests_of(task), objects_in(task)

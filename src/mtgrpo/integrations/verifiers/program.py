@@ -53,8 +53,12 @@ def environment_of(vf: Any, taskset: str, settings: Mapping[str, Any]) -> Any:
 def row(task: Any) -> dict[str, Any]:
     """A task as a row of a file: its messages and all of its data; an id and an answer where it names them."""
     data = task.data.model_dump(mode="json", exclude_defaults=True)
-    prompt = data.get("prompt") or ""
-    said = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    prompt = data.get("prompt") or "(The environment begins.)"
+    said = [*map(dict, prompt)] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for message in said:
+        parts = message.get("content") or ""
+        shown = [part.get("text") or f"[{part['type']}]" for part in parts if isinstance(part, dict)]
+        message["content"] = "\n".join(shown) if shown else parts
     system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
     named = {name: data[name] for name in ("id", "answer") if isinstance(data.get(name), str | int | float)}
     return {"messages": [*system, *said], "verifiers": data, **named}
