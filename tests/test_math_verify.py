@@ -47,6 +47,7 @@ RIGHT = [
     ("#### **5**\n\nI checked 7 cases.", "5"),
     ("#### The answer is 5", "5"),
     (r"#### \boxed{5}", "5"),
+    ("#### 1 200", "1200"),
 ]
 WRONG = [
     (r"\boxed{0.25}", r"\frac{1}{2}"),

@@ -13,7 +13,7 @@ from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Trajectory
 
 MAX_BYTES = 4 * 2**30  # for a number with too many digits
-_ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin space in 1\,200, a point in 72.
+_ODD = re.compile(r"(?<=\d)(?:(?:\\,| )(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a space in 1\,200 or 1 200, a point in 72.
 # A line without words is a formula; letters alone are its variables.
 _FORMULA = re.compile(r"(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++")
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
