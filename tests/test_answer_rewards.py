@@ -6,6 +6,7 @@ import re
 import string
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -107,11 +108,20 @@ def test_a_task_without_an_answer_is_refused(reward: EM | F1) -> None:
         reward.reward(said("x"))
 
 
-@pytest.mark.parametrize("answers", [{"text": ["Rome"]}, "Rome", [4]])
-def test_accepted_answers_that_are_no_list_of_texts_are_refused(answers: Any) -> None:
+@pytest.mark.parametrize(
+    ("answers", "text", "right"),
+    [
+        ({"text": ["Rome"]}, "text", 0.0),
+        ("Roma", "Roma", 1.0),
+        ("Roma", "R", 0.0),
+        ([4, 4.5], "4.5", 1.0),
+        (frozenset({"Roma"}), "roma", 1.0),
+        (None, "Rome", 1.0),
+    ],
+)
+def test_accepted_answers_are_entries_of_a_list(answers: Any, text: str, right: float) -> None:
     task = Task("task/1", (Message("user", "?"),), "Rome", {"answers": answers})
-    with pytest.raises(ConfigError, match=r"task/1: `answers` in its metadata is no list of texts"):
-        EM().reward(Trajectory(task, turns=said("text").turns))
+    assert EM().reward(replace(said(text), task=task)) == right
 
 
 @given(text=st.text(min_size=1), convention=st.sampled_from(Convention))

@@ -47,7 +47,11 @@ RIGHT = [
     ("#### **5**\n\nI checked 7 cases.", "5"),
     ("#### The answer is 5", "5"),
     (r"#### \boxed{5}", "5"),
-    ("#### 1 200", "1200"),
+    (r"\boxed{1 200}", "1 200"),
+    ("#### Final Answer\n\n$$\\boxed{72}$$", "72"),
+    ("#### Final answer:\n72", "72"),
+    ("#### Step 3: Conclusion\nSo the answer is \\boxed{5}.", "5"),
+    *((f"#### {line}", "5") for line in ("5 N", "5 m/s", "5 m^2", "5k", "5 (a)", "5;", "5!", "A: 5")),
 ]
 WRONG = [
     (r"\boxed{0.25}", r"\frac{1}{2}"),

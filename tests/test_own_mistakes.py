@@ -546,6 +546,21 @@ def test_what_a_demonstration_lacks_is_noted(
     assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
 
 
+def test_a_demonstration_without_its_return_is_refused(run: Run, place: Path) -> None:
+    Path("own.py").write_text(calling("    return '1'\n").replace("return *said, Message(", "*said, Message("))
+    code, _, err = run("train", *SMALL, *CALLING.split(), "--dry-run")
+    assert code == 2 and "in a row; let Own.demonstration return messages, or set sft.steps=0" in err
+
+
+def test_rows_that_cannot_be_graded_are_noted(run: Run, place: Path) -> None:
+    rows = ({"prompt": f"{n}?", "answer": "many" if n > 29 else str(n)} for n in range(39))
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("held.jsonl").write_text('{"prompt": "77?", "answer": "77"}\n')
+    words = ["task=jsonl", "task.path=rows.jsonl", "task.val_files=[held.jsonl]"]
+    code, _, err = run("train", *SMALL, *words, "--dry-run")
+    assert code == 0 and "10 of the first 40 tasks cannot be graded, correct them or leave them out: task rows/3" in err
+
+
 def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "Own", "arguments": {}}]}
     said = [{"role": "user", "content": "1?"}, call, {"role": "tool", "content": "1"}]

@@ -29,6 +29,7 @@ def program() -> str:
 def meant(name: str, known: Iterable[str]) -> str:
     """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
     bare, name = {one.lstrip("-"): one for one in known}, name.lstrip("-")  # what flags share says nothing
+    name = name if name in bare or not name.isupper() else name.lower()
     close = difflib.get_close_matches(name, bare, 2) or [one for one in bare if name and one.startswith(name)][:2]
     return f"did you mean {' or '.join(bare[one] for one in close)}? " if close else ""
 

@@ -39,6 +39,8 @@ class RendererChat(Chat):
         # Its "all" lets turns extend one another whatever the template would strip.
         self._renderer: Any = library.create_renderer(safe, config.model_copy(update={"thinking_retention": "all"}))
         self._stripping: Any = library.create_renderer(safe, config) if thinking is Thinking.strip else None
+        self._tools: Sequence[ToolSpec] = ()
+        self._specs: list[dict[str, Any]] | None = None  # which are these
         own_ends = list(self._renderer.get_stop_token_ids())
         self._other_ends = set(ends) - set(own_ends)
         self.stop_ids = tuple(dict.fromkeys([*own_ends, *ends]))
@@ -77,8 +79,9 @@ class RendererChat(Chat):
         if output and output[-1] in self._other_ends:
             output = output[:-1]
         try:
-            specs = [self._safe.escape_tool(tool) for tool in tools] or None
-            parsed = self._renderer.parse_response(list(output), tools=specs, prompt_ids=self._prompt)
+            if tools is not self._tools:  # those of most conversations
+                self._tools, self._specs = tools, [self._safe.escape_tool(tool) for tool in tools] or None
+            parsed = self._renderer.parse_response(list(output), tools=self._specs, prompt_ids=self._prompt)
             reasoning = parsed.reasoning_content or ""
             if parsed.reasoning_complete is False:
                 return Message("assistant", parsed.content, reasoning, error="the reasoning is not closed")

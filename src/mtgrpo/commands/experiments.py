@@ -191,9 +191,10 @@ def _place(command: str, words: Sequence[str], config: DictConfig, several: bool
     resumable = command not in MEASURES or (command == "eval" and "resume" in given)  # else it is the record's
     HydraConfig.instance().set_config(config)
     wanted = Path(str(OmegaConf.select(config, key))).expanduser()
-    resumed, measured = resumable and str(config.resume).lower() == "true", (wanted / MEASURED).is_file()
-    metrics = wanted / "metrics.jsonl"
-    begun = measured or (metrics.is_file() and metrics.stat().st_size)
+    resumed, metrics = resumable and str(config.resume).lower() == "true", wanted / "metrics.jsonl"
+    trained = (wanted / "checkpoints").is_dir()
+    measured = (wanted / MEASURED).is_file() and not trained
+    begun = trained or measured or (metrics.is_file() and metrics.stat().st_size)
     if resumed and begun and measured != (command == "eval"):
         what = "an evaluation" if measured else "a run that trains"
         raise ConfigError(f"{wanted} is the folder of {what}: {command} needs another, as hydra.run.dir=PATH")

@@ -63,6 +63,8 @@ def chosen_class(group: str, option: str | list[str]) -> type:
         return known[COMPOSED]
     if option in known:
         return known[option]
+    if ours := elsewhere().get(f"{group}={option}"):
+        raise ConfigError(f"there is no {group} named {option!r}; here it is {ours}")
     base = groups()[group]
     found = extension.find_class(base.__module__, option, base)
     if vars(found).get("__annotations__") and "__dataclass_fields__" not in vars(found):

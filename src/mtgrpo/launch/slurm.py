@@ -77,7 +77,7 @@ def script(words: Sequence[str], python: str) -> str:
         "#SBATCH --requeue",
         "set -euo pipefail",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "port=$((20000 + SLURM_JOB_ID % 20000))  # of this job alone, as a machine may have several",
+        "port=$((20000 + SLURM_JOB_ID % 12000))  # of this job alone, as a machine may have several",
     ]
     program = shlex.quote(python)
     if experiment.cluster.places:

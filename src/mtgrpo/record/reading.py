@@ -198,13 +198,12 @@ def held_out_reward(folder: Path) -> float | None:
 def conversations(path: Path) -> Iterator[tuple[int, Json]]:
     """Those of a file of trajectories, each with its line, from 0, its tools and its task's metadata.
 
-    Lines that cannot be read are left out, and what the next one takes from them is not known.
+    Lines that cannot be read are left out, and the metadata that the next one takes from them is not known.
     """
-    unknown: Json = dict.fromkeys(WHERE_THEY_CHANGE)  # None: also of a run from before they were written
-    last = unknown
+    last: Json = dict.fromkeys(WHERE_THEY_CHANGE)  # None: of a run from before they were written
     for line in read_lines(path):
         row = parse_row(line.text, TRAJECTORY)
-        last = unknown if row is None else {name: row.get(name, last[name]) for name in last}
+        last = last | {"metadata": None} if row is None else {name: row.get(name, last[name]) for name in last}
         if row is not None:
             yield line.number - 1, row | last
 

@@ -4,8 +4,10 @@ import re
 import string
 import unicodedata
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts import Text
@@ -43,10 +45,9 @@ class AnswerReward(Reward, ABC):
     def normalise(self, trajectory: Trajectory) -> tuple[str, list[str]]:
         """The words of the answer, and those of each accepted one. Raises TaskError when the task has none."""
         task = trajectory.task
-        answers = task.metadata.get("answers") or []
-        if type(answers) not in (list, tuple) or not all(isinstance(answer, str) for answer in answers):
-            raise TaskError(f"task {task.id}: `answers` in its metadata is no list of texts, got {answers!r:.80}")
-        accepted = [answer for answer in (task.answer, *answers) if answer.strip()]
+        more: Any = task.metadata.get("answers")
+        more = () if more is None or isinstance(more, Mapping) else [more] if isinstance(more, str) else more
+        accepted = [answer for answer in map(str, (task.answer, *more)) if answer.strip()]
         if not accepted:
             raise TaskError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
         answer = stated_answer(trajectory.final, self.tag)

@@ -52,7 +52,8 @@ def _has_keys(values: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) 
 
 def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> bool:
     """Whether an argument is one of the accepted `values`, and of its schema's type or of theirs."""
-    kind = _kind(schema)
+    kinds = _kinds(schema)
+    kind = type(value) if type(value) in kinds else kinds[0]
     if kind is float and type(value) is int and abs(value) < 2**1023:  # beyond that it is no number with decimals
         value = float(value)
     theirs = next((type(option) for option in values if option != ""), kind)
@@ -61,15 +62,17 @@ def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> b
     if theirs is not kind:  # such as a variable in the place of a number
         return value in values
     if isinstance(value, list) and "items" in schema:
-        types, inner = {*map(type, value)}, _kind(schema["items"])
+        types, inner = {*map(type, value)}, _kinds(schema["items"])
         lists = [option for option in values if isinstance(option, list)]
-        values = [option for option in lists if types <= {inner, *map(type, option[:1])}]
+        values = [option for option in lists if types <= {*inner, *map(type, option[:1])}]
     return any(_alike(value, option) for option in values)
 
 
-def _kind(schema: Mapping[str, Any]) -> type:
-    """The type of a schema, or one of several."""
-    return next((kind for name, kind in _TYPES.items() if name in schema.get("type", "")), str)
+def _kinds(schema: Mapping[str, Any]) -> list[type]:
+    """The types of a schema."""
+    named = schema.get("type") or ""
+    listed: list[Any] = named if isinstance(named, list) else [named]
+    return [_TYPES.get(name, str) for name in listed if name != "null"] or [str]
 
 
 def _alike(value: Any, option: Any) -> bool:

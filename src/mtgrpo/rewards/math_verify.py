@@ -13,9 +13,11 @@ from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Trajectory
 
 MAX_BYTES = 4 * 2**30  # for a number with too many digits
-_ODD = re.compile(r"(?<=\d)(?:(?:\\,| )(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a space in 1\,200 or 1 200, a point in 72.
-# A line without words is a formula; letters alone are its variables.
-_FORMULA = re.compile(r"(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++")
+_ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin space in 1\,200, a point in 72.
+# What the library reads in a box alone: of one line a tuple, interval or command of LaTeX, with letters but no words.
+_FORMULA = re.compile(
+    r"(?=[(\[].*,|\\[a-z])(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++"
+)
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
 
 
@@ -55,7 +57,10 @@ def _stated(text: str) -> str:
     """What states the answer: from the last box on, with numbers as the library reads them."""
     _, marker, behind = text.rpartition("####")
     line = behind.strip().partition("\n")[0].strip("*` ")
-    text = (f"\\boxed{{{line}}}" if _FORMULA.fullmatch(line) else line) if marker else text
+    if marker and _FORMULA.fullmatch(line):
+        text = f"\\boxed{{{line}}}"
+    elif marker:  # which may be that of a heading, with the answer below
+        text = line if re.search(r"\d", line) and "\\boxed" not in behind else behind
     return _ODD.sub("", text[max(0, text.rfind("\\boxed")) :])
 
 

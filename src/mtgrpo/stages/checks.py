@@ -37,6 +37,7 @@ from mtgrpo.stages.trial import (
     try_empty_answer,
     try_tasks,
     unanswered,
+    ungraded,
 )
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
@@ -85,6 +86,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             for some in (held_out, tasks):
                 _unlooped(try_tasks(experiment, some, running=False))
             notes += unanswered(experiment, held_out, tasks) + trained_too(held_out, experiment.task)
+            notes += _unlooped(ungraded(experiment, held_out, tasks))
             notes += made_anew(held_out, experiment.task, EVAL_SEED)
             if begun and "stream" in begun.state:
                 _refuse_other_data(experiment.task, tasks, begun)

@@ -84,10 +84,10 @@ def final_results(folder: Path, step: int) -> Mapping[str, Any]:
 def forget_end(folder: Path) -> None:
     """Remove what a run left as it ended, where it has ended and takes another step."""
     if (summary := folder / "summary.json").is_file():
-        summary.unlink()
         for path in (folder / "trajectories").glob("*.jsonl"):
             if path.stem.startswith((AFTER, GREEDY[AFTER])):
                 path.unlink()
+        summary.unlink()
 
 
 def _cut_back(folder: Path, found: Checkpoint | None) -> None:

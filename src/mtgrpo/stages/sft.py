@@ -18,7 +18,7 @@ from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
-from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT
+from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, without_demonstrations
 from mtgrpo.tasks import Split, TaskSource, TaskStream, demonstration
 from mtgrpo.types import Trajectory
 
@@ -109,9 +109,7 @@ async def demonstrations(
         if not messages:
             without += 1
             if without == MAX_WITHOUT:
-                cure = "set sft.steps=0 or choose a task that has demonstrations"
-                name = type(source).__name__
-                raise ConfigError(f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}")
+                raise ConfigError(without_demonstrations(source))
             continue
         without = 0
         contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend

@@ -16,7 +16,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment, Opening
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OutageError, ToolUse
-from mtgrpo.errors import ConfigError, meant
+from mtgrpo.errors import ConfigError, TaskError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
@@ -115,6 +115,22 @@ def unanswered(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable
     return []
 
 
+async def ungraded(experiment: Experiment, held_out: Sequence[Task], tasks: Iterable[Task]) -> list[str]:
+    """What to say where a reward of ours cannot grade some of the first tasks, whose conversations will fail."""
+    reward, errors = experiment.reward, list[TaskError]()
+    if not (reward.compares and all_ours(reward) and reward.works_unopened) or experiment.agent.active:
+        return []
+    some = (*held_out[:SOME], *islice(tasks, SOME))  # of few tasks several times
+    first = {task.id: task for task in some if task.answer}  # without one, that was said
+    for task in first.values():
+        try:
+            await scores(reward, [_conversation(task, [Message("assistant", "")])])
+        except TaskError as error:
+            errors.append(error)
+    told = f"{len(errors)} of the first {len(first)} tasks cannot be graded, correct them or leave them out"
+    return [f"{told}: {errors[0]}"] if errors else []
+
+
 def trained_too(held_out: Sequence[Task], source: TaskSource) -> list[str]:
     """What to say where some of `held_out` are among the first of the training tasks as well, but for their ids."""
     tasks = source.stream(Split.train, 0, repeat=False)
@@ -151,12 +167,14 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
         return []
     stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     notes = list(stream.notes) if experiment.sft.demonstrations else []  # those of the run's own tasks are told
-    if not _begins(environment):
-        return notes
     shown = (
         (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
     )
     told, lengths, taken, first = list[str](), list[int](), False, list(islice(shown, GRADED))
+    if not first:
+        raise ConfigError(without_demonstrations(source))
+    if not _begins(environment):
+        return notes
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
     for number, (task, messages) in enumerate(first[:FEW]):
         try:
@@ -183,12 +201,19 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
             told.append(f"the demonstration of task {task.id}: {why}")
     room = max(experiment.batch.context, environment.max_context_length)
-    if lengths and min(lengths) > room:
+    if lengths and min(lengths) > room and not experiment.condenser.active:
         notes.append(
             f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
             f"from: raise batch.token_budget or environment.max_context_length above {room}"
         )
     return notes + told[:1] + await _paid(experiment, [_conversation(*each) for each in first])
+
+
+def without_demonstrations(source: TaskSource) -> str:
+    """Says that `source` gave none for MAX_WITHOUT tasks in a row."""
+    name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
+    cure = cure if is_ours(source) else f"let {name}.demonstration return messages, or set sft.steps=0"
+    return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
 
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:

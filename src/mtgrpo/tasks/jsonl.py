@@ -122,8 +122,9 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
         held_out = self._resolved(self.val_files, self._given_held_out)
         training = [] if alone else self._training(held_out)
         given = [(one, name) for one in self.mixed for name in (one.path, *one.train_files, *one.val_files) if name]
-        of_others = (one._files_at(name, "task.of") for one, name in given)
-        names = names_for_ids([*dict.fromkeys([*training, *held_out.values(), *chain(*of_others)])])
+        of_others = chain(*(one._files_at(name, one._given) for one, name in given))
+        every = {file.resolve(): file for file in (*of_others, *training, *held_out.values())}
+        names = names_for_ids([*every.values()])
         for file in names:
             digest(file)
         files = list(held_out.values()) if split is Split.eval and held_out else training

@@ -293,7 +293,7 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
 
     Where the user names no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
     or SkyRL's reward_spec.ground_truth is taken. Of several accepted answers the first is the task's, and
-    metadata["answers"] holds all; those in a column of that name, as texts, where there is one.
+    metadata["answers"] holds all.
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
@@ -311,9 +311,8 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
     answers = _answers(row, columns.answer, where)
     task_id = _scalar(row, "id", columns.id, where) or default_id
     rest = {name: value for name, value in row.items() if name not in (used, columns.answer, columns.id)}
-    others = [one for one in _listed(rest.pop("answers", None)) if _is_scalar(one) and one != ""]
-    more = answers if len(answers) > 1 else [_text(one, row, "answer", "answers", where) for one in others]
-    return Task(task_id, messages, answers[0], rest | ({"answers": more} if more else {}))
+    several = len(answers) > 1 or columns.answer.startswith("answers.")  # of SQuAD, where it is a column in a column
+    return Task(task_id, messages, answers[0], rest | ({"answers": answers} if several else {}))
 
 
 def cell(row: Row, column: str) -> Any:

@@ -4,7 +4,7 @@ import re
 import textwrap
 from contextlib import aclosing, nullcontext
 
-from mtgrpo.errors import ConfigError, TaskError
+from mtgrpo.errors import TaskError
 from mtgrpo.tools.sandbox import Result, Sandbox
 from mtgrpo.tools.sandbox_judge import uses_objects
 from mtgrpo.types import Task
@@ -42,7 +42,7 @@ def objects_in(task: Task) -> bool:
     try:
         return uses_objects(task.metadata.get("setup", ""), tests_of(task))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"the `tests` of task {task.id}, or its `setup`, are no Python: {error}") from error
+        raise TaskError(f"the `tests` of task {task.id}, or its `setup`, are no Python: {error}") from error
 
 
 async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:

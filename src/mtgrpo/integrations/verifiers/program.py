@@ -57,7 +57,7 @@ def row(task: Any) -> dict[str, Any]:
     said = [*map(dict, prompt)] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for message in said:
         parts = message.get("content") or ""
-        shown = [part.get("text") or f"[{part['type']}]" for part in parts if isinstance(part, dict)]
+        shown = [part.get("text") or f"[{part.get('type', 'part')}]" for part in parts if isinstance(part, dict)]
         message["content"] = "\n".join(shown) if shown else parts
     system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
     named = {name: data[name] for name in ("id", "answer") if isinstance(data.get(name), str | int | float)}
