@@ -558,7 +558,7 @@ def test_rows_that_cannot_be_graded_are_noted(run: Run, place: Path) -> None:
     Path("held.jsonl").write_text('{"prompt": "77?", "answer": "77"}\n')
     words = ["task=jsonl", "task.path=rows.jsonl", "task.val_files=[held.jsonl]"]
     code, _, err = run("train", *SMALL, *words, "--dry-run")
-    assert code == 0 and "10 of the first 40 tasks cannot be graded, correct them or leave them out: task rows/3" in err
+    assert code == 0 and "9 of the first 40 tasks cannot be graded, correct them or leave them out: task rows/3" in err
 
 
 def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: Path) -> None:
