@@ -22,7 +22,7 @@ import pytest
 
 from fast_part import fast_part
 from mtgrpo import journal
-from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.compose import compose, parse, preset
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.log import Tracker
@@ -692,6 +692,15 @@ def test_a_run_goes_on_with_its_own_task_whatever_it_is_called(name: str, same: 
     state = {"settings": {"task": f"{tmp_path}/own.py:{name}"}, "stream": {"tasks": tasks.state_dict()}}
     refused = pytest.raises(ConfigError, match=r"own\.py:Other, and would go on with OneStep: type the words")
     with nullcontext() if same else refused:
+        checks._refuse_other_data(source, tasks, Checkpoint(tmp_path, 1, state, {}, False))
+
+
+def test_a_checkpoint_that_names_a_file_has_it_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')\n")
+    source = preset("calculator").task
+    tasks = source.stream(Split.train, 0)
+    state = {"settings": {"task": f"{tmp_path}/evil.py:Own"}, "stream": {"tasks": tasks.state_dict()}}
+    with pytest.raises(ConfigError, match=r"evil\.py:Own, and would go on with"):
         checks._refuse_other_data(source, tasks, Checkpoint(tmp_path, 1, state, {}, False))
 
 

@@ -23,7 +23,7 @@ from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.parallel.launch import read_launch
 from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import built, named
-from mtgrpo.parts.extension import find_class, misgiven
+from mtgrpo.parts.extension import digests, find_class, misgiven
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
@@ -153,10 +153,14 @@ def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
 def _refuse_other_data(source: TaskSource, tasks: TaskStream, begun: Checkpoint) -> None:
     """Raise ConfigError where `tasks` are not those with which a run had `begun`."""
     before = begun.state.get("settings", {})
-    name, kind = before.get("task", ""), type(source)
-    with suppress(ConfigError):  # it has another name now
-        kind = find_class("mtgrpo.tasks", name, TaskSource)
-    if not isinstance(source, kind):
+    name = before.get("task", "")
+    same = True
+    if ".py:" in name and str(Path(name.rpartition(":")[0]).resolve()) not in digests:  # which no record has run
+        same = not is_ours(source)
+    else:
+        with suppress(ConfigError):  # it has another name now
+            same = isinstance(source, find_class("mtgrpo.tasks", name, TaskSource))
+    if not same:
         raise ConfigError(
             f"{begun.path} is of a run with task={name}, and would go on with {type(source).__name__}: type the words "
             "with which it began, which its .hydra/overrides.yaml has, and resume=true; or begin anew from its weights "
