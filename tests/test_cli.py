@@ -1009,9 +1009,9 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     for _ in range(2):
         assert run("train", *words)[0] == 0
     of_two = "with other settings than before: trainer.steps=2 (was 1)"
-    for more, told in ([], ""), (["trainer.steps=2"], f"{of_two}\n"):
+    for more, told in ([], ": no step is left\n"), (["trainer.steps=2"], f"\n{of_two}\n"):
         out = run("train", *words, *more, "--dry-run")[1]
-        assert f"\nit would go on from there/checkpoints/step_000001, after step 1\n{told}the first of its tasks" in out
+        assert f"\nit would go on from there/checkpoints/step_000001, after step 1{told}the first of its tasks" in out
     assert run("train", *words, "trainer.steps=2")[0] == 0
     said = (place / "there" / "notes.txt").read_text()
     assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2

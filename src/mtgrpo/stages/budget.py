@@ -86,7 +86,8 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     if found:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
-        lines += [f"it would go on from {found.path}, after step {found.step}", *told_of(found, now)]
+        over = ": no step is left" * (command == "train" and 0 < composed.experiment.trainer.steps <= found.step)
+        lines += [f"it would go on from {found.path}, after step {found.step}{over}", *told_of(found, now)]
     elif composed.experiment.resume and command in ("train", "sft") and not (folder and newest_of(folder)):
         lines.append(f"there is no checkpoint in {folder} yet: it would begin at the start")
     if command in ("train", "sft"):
