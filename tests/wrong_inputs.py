@@ -102,7 +102,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
     "train": [
         ("task=jsonl", "task.path="),
         ("engine=vllm", "there is no engine named 'vllm'; here it is engine=server"),
-        ("algorithm=GRPO", "did you mean grpo?"),
+        ("algorithm=GRPO", "did you mean grpo"),
         ("task=jsonl task.path=away.jsonl sft.steps=0", "away.jsonl"),
         ("task=jsonl task.path=empty.jsonl", "holds no rows"),
         ("task=jsonl task.path=cut.jsonl", "not valid JSON"),
