@@ -466,6 +466,7 @@ SENSIBLE = {
         CALLING,
         calling("    return number['x']\n\n\ntool.idempotent = False\n"),
     ),
+    "a tool that reads what is no number": (CALLING, calling("    return str(int('one'))\n")),
     "a tool that is out of reach": (CALLING, calling("    raise ConnectionError('not from here')\n")),
 }
 
@@ -476,7 +477,9 @@ def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path)
     Path("own.py").write_text(source)
     code, out, err = run("train", *SMALL, *words.split(), "--dry-run")
     differs = "mtgrpo: the demonstration of task 0 has '1' where the tool tool answers 'None'\n"
-    assert code == 0 and out.startswith("no fault found") and err == (differs if "None" in name else "")
+    fails = "mtgrpo: the demonstration of task 0: the tool tool failed: ValueError: invalid literal for int()"
+    assert code == 0 and out.startswith("no fault found")
+    assert err.startswith(fails) if "number" in name else err == (differs if "None" in name else "")
     assert ("nor your own tools tried" in out) is ("once" in name)
 
 
@@ -525,6 +528,7 @@ def test_a_task_that_is_another_each_time_is_noted(run: Run, place: Path) -> Non
             2,
             "the demonstration of task said/1 makes 1 calls and has 0 answers: a message of role tool belongs after",
         ),
+        ("1?", 1, "the demonstration of task said/1 makes 0 calls and has 1 answers: a message of role tool belongs"),
         (
             "what? " * 2000,
             None,
@@ -544,6 +548,13 @@ def test_what_a_demonstration_lacks_is_noted(
     words = "sft.steps=1 sft.demonstrations=said.jsonl environment.tools=[own.py:tool]"
     code, out, err = run("train", *SMALL, *words.split(), "--dry-run")
     assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
+
+
+def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:
+    call = {"role": "assistant", "content": "", "function_call": {"name": "tool", "arguments": "{}"}}
+    Path("said.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, call]}) + "\n")
+    code, _, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    assert code == 2 and "line 1, message 2: function_call is not read; here it is tool_calls, a list of calls" in err
 
 
 def test_a_demonstration_without_its_return_is_refused(run: Run, place: Path) -> None:

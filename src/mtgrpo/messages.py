@@ -52,6 +52,10 @@ def messages_from(values: Sequence[Any], where: str) -> tuple[Message, ...]:
     return tuple(message_from(value, f"{where}, message {number}") for number, value in enumerate(values, 1))
 
 
+_NO_CALLS = ("function_call", "tool_call", "toolCalls", "toolcalls")  # what others call them, and mistyped
+_A_CALL = '{"name": ..., "arguments": {...}}'
+
+
 def message_from(value: Any, where: str) -> Message:
     """The message that a mapping with role and content describes. Raises ConfigError, beginning with `where`."""
     if not isinstance(value, Mapping):
@@ -60,6 +64,8 @@ def message_from(value: Any, where: str) -> Message:
     role, calls, content = (fields.get(name) for name in ("role", "tool_calls", "content"))
     if role not in get_args(Role):
         raise ConfigError(f"{where}: role must be one of {', '.join(get_args(Role))}, got {shown(role)}")
+    if other := next((key for key in _NO_CALLS if fields.get(key)), ""):
+        raise ConfigError(f"{where}: {other} is not read; here it is tool_calls, a list of calls: {_A_CALL}")
     if not isinstance(calls, list | None):
         raise ConfigError(f"{where}: tool_calls must be a list, got {shown(calls)}")
     if content is None and calls:

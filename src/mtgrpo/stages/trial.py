@@ -194,10 +194,11 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             failed = isinstance(error, OutageError)  # a tool has
             cause = error.__cause__ if failed and error.__cause__ else error
             late = isinstance(error, TimeoutError)
-            if late or not extension.of_own_code(cause) or (failed and not isinstance(cause, MISTAKES)):
+            if late or not extension.of_own_code(cause) or (failed and isinstance(cause, OSError)):  # out of reach
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
-            if not (failed and experiment.sft.demonstrations):  # whose rows may lack what is for calls alone
+            sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
+            if sure or not failed:
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
             told.append(f"the demonstration of task {task.id}: {why}")
     room = max(experiment.batch.context, environment.max_context_length)
@@ -218,9 +219,10 @@ def without_demonstrations(source: TaskSource) -> str:
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:
     """What a demonstration lacks where a tool answers every call, and the policy then goes on; "" = nothing."""
-    calls = [call for message in messages for call in message.tool_calls if call.name != CONDENSE.name]
-    answered, whose = sum(message.role == "tool" for message in messages), f"the demonstration of task {task.id}"
-    if answered < len(calls):
+    said, whose = (*task.messages, *messages), f"the demonstration of task {task.id}"
+    calls = [call for message in said for call in message.tool_calls if call.name != CONDENSE.name]
+    answered = sum(message.role == "tool" for message in said)
+    if answered != len(calls):
         return f"{whose} makes {len(calls)} calls and has {answered} answers: a message of role tool belongs after each"
     if messages[-1].role == "assistant":
         return ""

@@ -8,7 +8,7 @@ from typing import Any, cast
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from
 from mtgrpo.tasks.jsonl import FileSource
-from mtgrpo.tasks.rows import JsonlRows, Row, Rows, cell
+from mtgrpo.tasks.rows import JsonlRows, Row, Rows, cell, columns_of
 from mtgrpo.types import Message, Task
 
 _SAID = "said"
@@ -33,7 +33,8 @@ class Conversations(FileSource):
         where, column = rows.where(number), self.columns.messages
         values: Any = cell(row, column)
         if not isinstance(values, list):
-            raise ConfigError(f"{where}: no list of messages in column {column!r}; name it with task.columns.messages")
+            cure = "call the column of messages so, or with task=conversations give task.columns.messages=NAME"
+            raise ConfigError(f"{where}: no list of messages in column {column!r}; {columns_of(row)}; {cure}")
         messages = messages_from(cast("list[Any]", values), where)
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         if not first:

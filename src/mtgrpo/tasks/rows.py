@@ -304,7 +304,7 @@ def task_from_row(row: Row, columns: Columns, where: str, default_id: str) -> Ta
         likely = next((name for name in _PROMPTS if isinstance(row.get(name), str)), "NAME")
         other = "" if named else f" and no column {columns.messages!r}"
         raise ConfigError(
-            f"{where}: no column {columns.prompt!r}{other}; {_columns_of(row)}; say which holds the prompt with "
+            f"{where}: no column {columns.prompt!r}{other}; {columns_of(row)}; say which holds the prompt with "
             f"task.columns.prompt={likely} (a string) or task.columns.messages=NAME (a list of messages)"
         )
     messages = _messages(prompt, f"{where}: column {used!r}")
@@ -351,14 +351,14 @@ def _scalar(row: Row, option: str, column: str, where: str) -> str:
     if value is None:
         if column == getattr(Columns, option):
             return ""
-        raise ConfigError(f"{where}: no column {column!r}; {_columns_of(row)}; correct task.columns.{option}={column}")
+        raise ConfigError(f"{where}: no column {column!r}; {columns_of(row)}; correct task.columns.{option}={column}")
     return _text(value, row, option, column, where)
 
 
 def _text(value: Any, row: Row, option: str, column: str, where: str) -> str:
     if not _is_scalar(value):
         raise ConfigError(
-            f"{where}: column {column!r} must be a string or a number, got {shown(value)}; {_columns_of(row)}; "
+            f"{where}: column {column!r} must be a string or a number, got {shown(value)}; {columns_of(row)}; "
             f"choose another with task.columns.{option}=NAME"
         )
     if isinstance(value, float) and not math.isfinite(value):
@@ -382,7 +382,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     return messages
 
 
-def _columns_of(row: Row) -> str:
+def columns_of(row: Row) -> str:
     """The columns of a row, nested ones by their dotted path."""
     nested = ((name, cast("Any", value) if isinstance(value, Mapping) else {}) for name, value in row.items())
     names = [f"{name}.{part}" if part else name for name, parts in nested for part in parts or [""]]
