@@ -159,7 +159,7 @@ def _refuse_other_data(source: TaskSource, tasks: TaskStream, begun: Checkpoint)
         same = not is_ours(source)
     else:
         with suppress(ConfigError):  # it has another name now
-            same = isinstance(source, find_class("mtgrpo.tasks", name, TaskSource))
+            same = find_class("mtgrpo.tasks", name, TaskSource) in type(source).__mro__
     if not same:
         raise ConfigError(
             f"{begun.path} is of a run with task={name}, and would go on with {type(source).__name__}: type the words "
