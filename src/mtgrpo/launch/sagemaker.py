@@ -77,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the request; needs no boto3 and no credentials")
     args = parser.parse_intermixed_args(arguments)
     job = prepare(args.words, args.spot)
-    print(*job.told, sep="\n", file=sys.stderr)
+    for line in job.told:
+        print(line, file=sys.stderr)
     if args.dry_run:
         shown = job.request | {"Environment": dict.fromkeys(job.request["Environment"], "***")}
         show(json.dumps(shown, indent=2))
