@@ -25,10 +25,10 @@ _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
 class MathVerify(Reward, timeout_s="> 0"):
     """1 when the final message's answer equals the task's answer as mathematics, else 0: math-verify compares them.
 
-    It is looked for in the line after the last `####`, else in the whole message: what the last \\boxed{} holds, else a
-    formula between dollars, or a line without words, else the last number. Equal are 1/2, \\frac{1}{2} and 0.5, or x =
-    5 and 5; numbers with decimals are compared to six digits. It may take long to simplify an expression: that is done
-    in a process of its own, which is stopped at the limit.
+    It is looked for after the last `####`, in its line where that has a digit, else in the whole message: what the last
+    \\boxed{} holds, else a formula between dollars, or a tuple or LaTeX alone in the line, else the last number. Equal
+    are 1/2, \\frac{1}{2} and 0.5, or x = 5 and 5; numbers with decimals are compared to six digits. It may take long to
+    simplify an expression: that is done in a process of its own, which is stopped at the limit.
     """
 
     compares = cpu_heavy = True
