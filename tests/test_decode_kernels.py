@@ -105,9 +105,9 @@ def test_norm_and_activation_are_those_of_fp64(width: int, threads: None) -> Non
     plan, (x, more, weight) = make_plan(), (torch.randn(16, width), torch.randn(16, width), torch.rand(width) + 0.5)
     total = x.double() + more.double()
     expected = torch.nn.functional.rms_norm(total, (width,), weight.double(), 1e-6)
-    assert (plan.add_norm(x, more, weight, 1e-6) - expected).abs().max() < 5e-6
+    assert (plan.add_norm(x, more, weight, 1e-6, torch.float32) - expected).abs().max() < 5e-6
     assert (x - total).abs().max() < 1e-6
-    assert (plan.add_norm(x, None, weight, 1e-6) - expected).abs().max() < 5e-6
+    assert (plan.add_norm(x, None, weight, 1e-6, torch.float32) - expected).abs().max() < 5e-6
     pair = torch.cat([torch.linspace(-110, 110, 16 * width).view(16, width), torch.ones(16, width)], 1)
     silu = torch.nn.functional.silu(pair[:, :width].double())
     assert ((plan.silu_multiply(pair) - silu).abs() <= 4e-7 * silu.abs() + 1e-34).all()

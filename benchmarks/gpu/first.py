@@ -133,8 +133,8 @@ def wait() -> None:
 def peaks() -> Found:
     """Bytes and bfloat16 operations a second, measured."""
     many, wide = (2**28, 8192) if DEVICE.type == "cuda" else (2**20, 256)
-    source, target = torch.zeros(2, many, device=DEVICE)
-    matrix = torch.ones(wide, wide, device=DEVICE, dtype=torch.bfloat16)
+    source, target = torch.randn(2, many, device=DEVICE)
+    matrix = torch.randn(wide, wide, device=DEVICE, dtype=torch.bfloat16)
     target.copy_(source), matrix @ matrix
     moved = seconds(lambda: [target.copy_(source) for _ in range(10)])
     computed = seconds(lambda: [matrix @ matrix for _ in range(10)])

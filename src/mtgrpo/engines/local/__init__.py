@@ -22,7 +22,7 @@ class Local(Engine, memory_fraction="> 0 and < 1"):
     """Decode in this process (CPU or one GPU)."""
 
     memory_fraction: float | None = None  # of all memory, at most, for the KV cache; null: what a GPU has left, or 0.3
-    compiled: bool = True  # on a CPU, in float32: by kernels that are compiled for it, where there is a C++ compiler
+    compiled: bool = True  # by kernels: on a GPU Triton's, on a CPU in float32 those that a C++ compiler makes
     keep_stale_cache: bool = False  # open conversations keep that of older weights; else it is reset at every update
 
     attends: ClassVar[bool] = True

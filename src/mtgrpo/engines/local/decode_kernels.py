@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, SharedPrefix
-from mtgrpo.engines.local.paged_attention import FlatRows, Row, follow_on
+from mtgrpo.engines.local.paged_attention import FlatRows, KernelPlan, Row, follow_on
 from mtgrpo.model.cpu_kernels import CPU_INFO
 from mtgrpo.runtime.files import put_whole
 
@@ -100,8 +100,8 @@ def sample_whole(
 
 
 @dataclass(frozen=True)
-class CompiledPlan:
-    """One forward pass; see `BatchPlan`. Called, it is the attention of a layer."""
+class CompiledPlan(KernelPlan):
+    """One forward pass; see `BatchPlan`."""
 
     library: CDLL
     kv_cache: KVCache
@@ -116,18 +116,11 @@ class CompiledPlan:
     block_tables: list[BlockTable]  # of all rows, if each has one token: then the plan can be advanced
     lengths: list[int]  # of their tokens
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write new keys and values [tokens, key heads, size]; the attention of `query` [tokens, heads, size]."""
-        return self.attend(layer, [part.contiguous() for part in (query, key, value)], scale)
-
     def attend(
         self, layer: int, parts: Sequence[Tensor], scale: float, rotation: Sequence[Tensor] = (),
         norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """The same of query, key and value that are to be normed and rotated before.
-
-        rotation: cosine and sine [tokens, size]. norm: the weights [query and key heads, size] of their RMS norms.
-        """
+        """See `KernelPlan.attend`."""
         own, prefixes, heads = self.kv_cache.own, self.kv_cache.prefixes, parts[0].shape[1]
         norm = None if norm is None else norm.float()
         output = parts[0].new_zeros(len(self.ids), heads, own.size)
@@ -143,15 +136,15 @@ class CompiledPlan:
         )  # fmt: skip
         return output
 
-    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x [tokens, width] += more, in place; returns x / rms(x) * weight."""
+    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """See `KernelPlan.add_norm`; in float32 alone."""
         output, weight = torch.empty_like(x), weight.float()
         added = None if more is None else more.data_ptr()
         self.library.mtgrpo_add_norm(x.data_ptr(), added, weight.data_ptr(), eps, output.data_ptr(), *x.shape)
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 * width] -> silu of the first half times the second, [tokens, width]."""
+        """See `KernelPlan.silu_multiply`."""
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(tokens, width)
         self.library.mtgrpo_silu_multiply(gate_up.data_ptr(), output.data_ptr(), tokens, width)

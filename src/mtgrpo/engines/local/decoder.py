@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import AttentionInterface, PreTrainedModel
 
-from mtgrpo.engines.local.decode_kernels import CompiledPlan
+from mtgrpo.engines.local.paged_attention import KernelPlan
 from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.cpu_kernels import multiply, pack, packs
 from mtgrpo.model.load import computes_in
@@ -199,8 +199,8 @@ class _Fused:
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x: Tensor = self._body.embed_tokens(ids)
-        if isinstance(attend, CompiledPlan):
-            return self._call_compiled(x.float(), positions, attend)
+        if isinstance(attend, KernelPlan):
+            return self._by_kernels(x.float(), positions, attend)
         cos, sin = (table[0, :, None] for table in self._body.rotary_emb(x[None], positions[None]))
         half, heads = self._size // 2, self._heads + self._groups
         sin = sin[..., :half].contiguous()
@@ -218,18 +218,19 @@ class _Fused:
             x = x + layer.down(silu(gate).mul_(up))
         return _norm(x, self._body.norm)
 
-    def _call_compiled(self, x: Tensor, positions: Tensor, plan: CompiledPlan) -> Tensor:
+    def _by_kernels(self, x: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
         """The same, what is between the products by compiled kernels."""
         rotation = [table[0].float().contiguous() for table in self._body.rotary_emb(x[None], positions[None])]
         parts, more = [self._heads, self._groups, self._groups], None
         for number, layer in enumerate(self._layers):
-            normed = plan.add_norm(x, more, layer.before_attention.weight, _eps(layer.before_attention))
+            before = layer.before_attention
+            normed = plan.add_norm(x, more, before.weight, _eps(before), self._dtype)
             qkv = layer.qkv(normed).unflatten(-1, (sum(parts), self._size)).split(parts, 1)
             attended = plan.attend(number, qkv, layer.scale, rotation, layer.head_norm, layer.head_eps)
             more = layer.out(attended.flatten(1))
-            normed = plan.add_norm(x, more, layer.before_mlp.weight, _eps(layer.before_mlp))
+            normed = plan.add_norm(x, more, layer.before_mlp.weight, _eps(layer.before_mlp), self._dtype)
             more = layer.down(plan.silu_multiply(layer.gate_up(normed)))
-        return plan.add_norm(x, more, self._body.norm.weight, _eps(self._body.norm))
+        return plan.add_norm(x, more, self._body.norm.weight, _eps(self._body.norm), x.dtype)
 
 
 class _Layer:

@@ -13,8 +13,11 @@ import asyncio
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +25,10 @@ from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.decode_kernels import CompiledPlan, CompiledPlanner, NoKernelsError, load_kernels
+from mtgrpo.engines.local.decode_kernels import CompiledPlanner, NoKernelsError, load_kernels
 from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
-from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row, attend
+from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, KernelPlan, Row, attend
 from mtgrpo.engines.local.sampling import sample, uniforms
 from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, OpenConversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
@@ -56,6 +59,19 @@ def start_engine(settings: Local, source: WeightSource, deterministic: bool, lon
     engine.shares_weights = own is source
     engine.check()
     return engine
+
+
+class Planner(Protocol):
+    """Makes plans of forward passes."""
+
+    @property
+    def library(self) -> CDLL | None:
+        """Of compiled kernels, for sampling."""
+        ...
+
+    def plan(self, rows: Sequence[Row]) -> BatchPlan | KernelPlan:
+        """Lay out one forward pass; from here on the new tokens count as cached."""
+        ...
 
 
 class LocalEngine(RunningEngine):
@@ -104,7 +120,7 @@ class LocalEngine(RunningEngine):
         expected = reference(self._model, context)
         self._bound = expected.bound
         apart = distance(expected.logprobs, self._through_cache(context))
-        if isinstance(self._planner, CompiledPlanner) and not apart <= expected.bound:
+        if not isinstance(self._planner, BatchPlanner) and not apart <= expected.bound:
             self._planner, self._kernels_note = self._choose_planner(compiled=False)
             self.notes.append(
                 f"engine: log-probabilities by compiled kernels {_differ(apart, expected)}: torch's are used"
@@ -133,23 +149,23 @@ class LocalEngine(RunningEngine):
         self._kv_cache.own.cut(block_table, 0)
         return torch.cat(logprobs)
 
-    def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan | CompiledPlan, Tensor]:
+    def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan | KernelPlan, Tensor]:
         """One forward pass over new tokens: its plan, and their final hidden states."""
         plan = self._planner.plan(rows)
-        attention = plan if isinstance(plan, CompiledPlan) else partial(attend, self._kv_cache, plan)
+        attention = plan if isinstance(plan, KernelPlan) else partial(attend, self._kv_cache, plan)
         return plan, self._forward(plan.ids, plan.positions, attention)
 
-    def _choose_planner(self, compiled: bool) -> tuple[BatchPlanner | CompiledPlanner, str]:
+    def _choose_planner(self, compiled: bool) -> tuple[Planner, str]:
         """By compiled kernels where they compute such a model here; and what is said of it."""
-        model, kv_cache = self._model, self._kv_cache
-        if compiled and model.device.type == "cpu" and computes_in(model) == torch.float32:
-            try:
+        model, kv_cache, dtype, note = self._model, self._kv_cache, computes_in(self._model), ""
+        try:
+            if compiled and model.device.type == "cpu" and dtype is torch.float32:
                 return CompiledPlanner(load_kernels(kv_cache.own.size), kv_cache), " by compiled kernels"
-            except NoKernelsError as error:
-                note = f", more slowly without compiled kernels ({error})"
-        else:
-            note = ""
-        return BatchPlanner(kv_cache, model.device, computes_in(model)), note
+            if compiled and model.device.type == "cuda" and dtype is not torch.float64:
+                return _by_triton(kv_cache, model.device, dtype), " by Triton's kernels"
+        except NoKernelsError as error:
+            note = f", more slowly without compiled kernels ({error})"
+        return BatchPlanner(kv_cache, model.device, dtype), note
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:
         self._forward.fused = None
@@ -367,6 +383,14 @@ class LocalEngine(RunningEngine):
                 self._scheduler.drop(request)
                 if not request.reply.done():  # else it was given up, and is about to say so
                     request.reply.set_result(replace(output, finish=Finish.STOP if stopped else Finish.LENGTH))
+
+
+def _by_triton(kv_cache: KVCache, device: torch.device, dtype: torch.dtype) -> Planner:
+    if find_spec("triton") is None:
+        raise NoKernelsError("the package triton is not installed")
+    from mtgrpo.engines.local.triton_kernels import TritonPlanner  # noqa: PLC0415  which torch for a CPU comes without
+
+    return TritonPlanner(kv_cache, device, dtype)
 
 
 def _differ(apart: float, expected: Reference) -> str:

@@ -8,6 +8,7 @@ parts is merged by log-sum-exp, which is exact. So little is padded, and a prefi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -68,6 +69,36 @@ class BatchPlan:
     lengths: list[int]  # of their tokens
     ends: Tensor  # of these: where the last block is in the first part
     filled: Tensor  # of these: how many tokens it holds
+
+
+class KernelPlan(ABC):
+    """One forward pass, of which kernels do all but the matrix products. Called, it is the attention of a layer."""
+
+    ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    last: Tensor  # [rows] flat number of each row's last token
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write new keys and values [tokens, key heads, size]; the attention of `query` [tokens, heads, size]."""
+        return self.attend(layer, [part.contiguous() for part in (query, key, value)], scale)
+
+    @abstractmethod
+    def attend(
+        self, layer: int, parts: Sequence[Tensor], scale: float, rotation: Sequence[Tensor] = (),
+        norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """The same of query, key and value that are to be normed and rotated before.
+
+        rotation: cosine and sine [tokens, size]. norm: the weights [query and key heads, size] of their RMS norms.
+        """
+
+    @abstractmethod
+    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """x [tokens, width] in fp32 += more, in place; returns x / rms(x) * weight in `dtype`."""
+
+    @abstractmethod
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 * width] -> silu of the first half times the second, [tokens, width]."""
 
 
 class BatchPlanner:
