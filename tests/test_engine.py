@@ -802,6 +802,17 @@ def test_compiled_kernels_that_are_wrong_give_way_to_torch(monkeypatch: pytest.M
     assert max(differences(model, play_many(engine, Sampling(max_new_tokens=6)), 1.0)) <= 5e-4
 
 
+def test_compiled_kernels_that_fail_give_way_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, rows: list[Row]) -> Any:
+        raise RuntimeError("an illegal instruction\nand more")
+
+    monkeypatch.setattr(CompiledPlanner, "plan", fails)
+    model = make_model()
+    engine = Local().start(ModelWeights(model), True, 1024)
+    assert "compiled kernels fail (RuntimeError: an illegal instruction): torch's are used" in engine.notes[0]
+    assert max(differences(model, play_many(engine, Sampling(max_new_tokens=6)), 1.0)) <= 5e-4
+
+
 def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

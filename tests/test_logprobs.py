@@ -29,7 +29,7 @@ TILINGS = [(2048, 2**24, 2**26), (3, 200, 0), (2, 64, 500)]
 
 def tile(monkeypatch: pytest.MonkeyPatch, rows: int, tile_bytes: int, kept_bytes: int) -> None:
     monkeypatch.setattr(logprobs, "ROWS", rows)
-    monkeypatch.setattr(logprobs, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(logprobs, "TILE_BYTES", dict.fromkeys(("cpu", "cuda"), tile_bytes))
     monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
 
 

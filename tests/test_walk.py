@@ -37,7 +37,9 @@ NO_CUT = 10**6
 
 
 def loss(entries: Tensor, scores: Scores) -> PerToken:
-    return PerToken(scores.logp + 0.1 * scores.entropy, torch.zeros(len(entries), dtype=torch.bool))
+    return PerToken(
+        scores.logp + 0.1 * scores.entropy, torch.zeros(len(entries), dtype=torch.bool, device=scores.logp.device)
+    )
 
 
 def trained(

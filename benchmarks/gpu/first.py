@@ -6,6 +6,7 @@ Says first what is missing here. Then, with the shapes of Qwen3-1.7B and random 
 
     rollout     128 conversations of recipe gsm8k's size: tokens/s against bandwidth and transformers' generate
     step        one optimiser step on them, layers computed once and twice: MFU on distinct tokens, peak against plan
+    head        the second of these with the head's factors in fp32 and in bf16, in place of what model.head=auto means
     rows        the same step on rows, by flash attention where it is installed: time against the ideal by operations;
                 and so for prompts of 8k, for agents whose history grows, and for condensed contexts
     compiled    how many graphs torch.compile made in all
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo.utils
@@ -49,9 +50,10 @@ from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.liger import use_liger
-from mtgrpo.model.load import AUTOCAST, compute_in, resolved
+from mtgrpo.model.load import AUTOCAST, compute_in, head_precision, resolved
+from mtgrpo.model.logprobs import RoundedHead, head_of
 from mtgrpo.model.scorer import Scores, flops_of
-from mtgrpo.model.settings import AttentionKind, DType
+from mtgrpo.model.settings import AttentionKind, DType, Head, ModelSettings
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy, at_once
@@ -141,11 +143,16 @@ def peaks() -> Found:
     return {"bytes_per_s": 10 * 2 * source.nbytes / moved, "flops_per_s": 10 * 2 * wide**3 / computed}
 
 
-def build(size: Size, layout: Layout = Layout.forest) -> PreTrainedModel:
+def build(size: Size, layout: Layout = Layout.forest, head: Head = Head.auto) -> PreTrainedModel:
     """Random weights, prepared as a run does; computes in 16 bits on a GPU."""
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).eval()
+    precision = head_precision(ModelSettings(head=head), DEVICE.type)
+    if precision is not Head.fp32:
+        output = head_of(model)
+        output.__class__ = RoundedHead
+        cast(RoundedHead, output).precision = precision
     compute_in(model, resolved(DType.auto, DEVICE.type))
     flash = DEVICE.type == "cuda" and find_spec("flash_attn") is not None
     rows = AttentionKind.flash_attention_2 if flash else AttentionKind.sdpa
@@ -211,9 +218,9 @@ def loss(entries: torch.Tensor, scores: Scores) -> PerToken:
     return PerToken(-scores.logp, torch.zeros(len(entries), dtype=torch.bool, device=scores.logp.device))
 
 
-def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> Found:
+def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool, head: Head = Head.auto) -> Found:
     """The second of two optimiser steps on the batch; memory is the peak of both."""
-    model, budget = build(size, layout), budget_of(size, twice)
+    model, budget = build(size, layout, head), budget_of(size, twice)
     if twice:
         checkpoint_layers(model)
     policy = Policy(model, Optimizer(model, OptimizerSettings(), 0), budget, 1.0)
@@ -309,6 +316,9 @@ def main() -> None:
         detail[name] = tried(lambda layout=layout, twice=twice: step(size, batch, peak, layout, twice))
         if layout is Layout.forest:
             detail[name] |= tried(lambda twice=twice: {"planned_gb": planned(size, twice)})
+    for head in (Head.fp32, Head.bf16):
+        name = f"head_{head.value}"
+        detail[name] = tried(lambda head=head: step(size, batch, peak, Layout.forest, True, head))
     ratios: dict[str, float | None] = dict.fromkeys(FIGURES)
     for name, shape in size.shapes.items():
         more = build_batch(shape.play(size.config.vocab_size))

@@ -30,6 +30,7 @@ from mtgrpo.model.settings import NO_FLASH, AttentionKind
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
+LEAST_SIZE = 16  # of a head, that FlexAttention computes on a GPU
 CHAIN = 256  # rows of a causal call on CPU
 WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the context
 
@@ -320,7 +321,7 @@ def forest_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     size = value.shape[-1]
-    query, key, value = of_one_size(query, key, value)
+    query, key, value = of_one_size(query, key, value, least=LEAST_SIZE if query.is_cuda else 1)
     layer = getattr(module, "layer_idx", None)
     if forest.prefix is not None:
         key, value = eagerly(forest.prefix.extend, layer, key, value)
@@ -338,9 +339,9 @@ def forest_attention(
     return output[..., :size].transpose(1, 2), None
 
 
-def of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Zeros after the heads of query, key and value where they differ in size; scores and outputs stay as they are."""
-    size = max(tensor.shape[-1] for tensor in tensors)
+def of_one_size(*tensors: Tensor, least: int = 1) -> list[Tensor]:
+    """Query, key and value with zeros after their heads, which give them one size and change no score or output."""
+    size = max(least, *(tensor.shape[-1] for tensor in tensors))
     return [t if t.shape[-1] == size else nn.functional.pad(t, (0, size - t.shape[-1])) for t in tensors]
 
 

@@ -49,9 +49,10 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             f"model.name={settings.name}: its head is not a matrix (an adapter may not touch the head), but "
             f"{type(head).__name__}; such models are not supported"
         )
-    if settings.head is not Head.fp32:
+    precision = head_precision(settings, device_of_process().type)
+    if precision is not Head.fp32:
         head.__class__ = RoundedHead
-        cast(RoundedHead, head).precision = settings.head
+        cast(RoundedHead, head).precision = precision
     if settings.value_head:
         add_value_head(model, weights_dtype(settings), Path(settings.name))
     if model.base_model is model:
@@ -92,6 +93,14 @@ def resolved(dtype: DType, device_type: str) -> DType:
         return DType.float32
     able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)  # False: emulated is too slow
     return DType.bfloat16 if able else DType.float16
+
+
+def head_precision(settings: ModelSettings, device_type: str) -> Head:
+    """What `model.head` means on a device of this type."""
+    if settings.head is not Head.auto:
+        return settings.head
+    narrow = resolved(settings.dtype, device_type) in (DType.bfloat16, DType.float16)
+    return Head.tf32 if narrow and device_type == "cuda" else Head.fp32
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:

@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens and entropies, without ever holding [rows, vocabulary] logits.
 
-The logits are computed in tiles of at most `ROWS` rows and `TILE_BYTES`, small enough to stay in the processor's cache.
+The logits are computed in tiles of at most `ROWS` rows and `TILE_BYTES`, which fit a processor's cache or fill a GPU.
 The forward keeps of each tile t the row's maximum m_t, log-normaliser l_t and entropy H_t, and merges them:
 
     l = logsumexp_t l_t      logp(token) = logit - l      w_t = exp(l_t - l)      H = sum_t w_t (H_t - log w_t)
@@ -32,7 +32,7 @@ from mtgrpo.model.cpu_kernels import multiply, onednn
 from mtgrpo.model.settings import Head
 
 ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
-TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
+TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}  # the forward and the backward each work on two tiles
 KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
 ONEDNN_SIZE = 384  # of all sides of a product: with a smaller one MKL is faster, which adds up in place
 
@@ -118,7 +118,8 @@ def sampled_logprobs(
     wide = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = torch.float64 if wide else torch.float32
     precision = head.precision if isinstance(head, RoundedHead) else Head.fp32
-    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, precision, narrow)
+    size = TILE_BYTES[device.type] // dtype.itemsize
+    plan = _Plan.of(row, token, len(hidden), len(weight), size, temperature, precision, narrow)
     with torch.autocast(device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
         inputs = (hidden.to(dtype), weight.to(dtype), bias, plan)
@@ -211,13 +212,13 @@ class _Plan:
 
     @staticmethod
     def of(
-        row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float, precision: Head,
+        row: Tensor, token: Tensor, rows: int, vocabulary: int, size: int, temperature: float, precision: Head,
         narrow: bool,
     ) -> _Plan:  # fmt: skip
         blocks = max(1, ceil(rows / ROWS))
         height = max(1, ceil(rows / blocks))
         blocks = max(1, ceil(rows / height))
-        width = min(vocabulary, max(1, TILE_BYTES // (height * itemsize)))
+        width = min(vocabulary, max(1, size // height))
         columns = ceil(vocabulary / width)
         width = ceil(vocabulary / columns)
         columns = ceil(vocabulary / width)

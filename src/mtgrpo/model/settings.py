@@ -63,6 +63,7 @@ class Quantization(Enum):
 class Head(Enum):
     """To what the factors of the head's products are rounded; logits and their sums are fp32 whatever it is."""
 
+    auto = "auto"  # tf32 on a GPU where the body computes in 16 bits, which rounds more; else fp32
     fp32 = "fp32"
     tf32 = "tf32"  # 10 bits, on a GPU; a CPU keeps all
     bf16 = "bf16"  # 7 bits
@@ -81,7 +82,7 @@ class ModelSettings:
     attention: AttentionKind = AttentionKind.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
     quantization: Quantization = Quantization.none  # of the frozen layers below adapters
-    head: Head = Head.fp32  # what the head's factors are rounded to: less is faster on a GPU; see policy/mismatch/*
+    head: Head = Head.auto  # what the head's factors are rounded to: less is faster on a GPU; see policy/mismatch/*
     checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
@@ -97,7 +98,7 @@ class ModelSettings:
             raise ConfigError("`name` is empty: give a folder, a name of the hub, smollm2, tiny or tiny-calculator")
         if self.attention is AttentionKind.flash_attention_2 and self.dtype in (DType.float32, DType.float64):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
-        if self.head is not Head.fp32 and self.dtype is DType.float64:
+        if self.head in (Head.tf32, Head.bf16) and self.dtype is DType.float64:
             raise ConfigError(f"`head={self.head.value}` rounds what `dtype=float64` keeps: set `head=fp32`")
         if self.lora.rank and self.name in FROM_SCRATCH:
             raise ConfigError(

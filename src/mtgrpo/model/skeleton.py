@@ -45,7 +45,7 @@ class Skeleton:
 
     def __init__(self, settings: ModelSettings, device_type: str) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._cpu = device_type == "cpu"
+        self._device_type, self._cpu = device_type, device_type == "cpu"
         with torch.device("meta"):
             self.model = _architecture(settings)
         if settings.value_head:
@@ -110,7 +110,7 @@ class Skeleton:
         """The bytes of `training_bytes` that are tiles of logits."""
         with self._mode:
             hidden = torch.empty(tokens, 0, dtype=torch.promote_types(self.model.dtype, torch.float32))
-            return sum(_tile_bytes(hidden, head_of(self.model).weight))
+            return sum(_tile_bytes(hidden, head_of(self.model).weight, self._device_type))
 
     def _attending(self) -> AbstractContextManager[None]:
         """Within, also in the backward pass, which computes layers again."""
@@ -122,7 +122,7 @@ class Skeleton:
         hidden = flat_states(self.model, ids, ids).index_select(0, ids)
         weight = head_of(self.model).weight
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-        return _Head.apply(hidden.to(dtype), weight.to(dtype))
+        return _Head.apply(hidden.to(dtype), weight.to(dtype), self._device_type)
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any
@@ -227,26 +227,28 @@ class _Head(torch.autograd.Function):
     """What the head in tiles makes and keeps; see `logprobs.py`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        tiles, kept = (hidden.new_empty(size // hidden.itemsize) for size in _tile_bytes(hidden, weight))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, device_type: str) -> Tensor:
+        sizes = _tile_bytes(hidden, weight, device_type)
+        tiles, kept = (hidden.new_empty(size // hidden.itemsize) for size in sizes)
         ctx.save_for_backward(hidden, weight, kept)
+        ctx.tiles = sizes[0]
         del tiles
         return hidden.new_empty(len(hidden))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, _ = ctx.saved_tensors
-        tiles = hidden.new_empty(_tile_bytes(hidden, weight)[0] // hidden.itemsize)
-        both = zip((hidden, weight), ctx.needs_input_grad, strict=True)
+        tiles = hidden.new_empty(ctx.tiles // hidden.itemsize)
+        both = zip((hidden, weight), ctx.needs_input_grad[:2], strict=True)
         gradients = tuple(torch.empty_like(tensor) if needed else None for tensor, needed in both)
         del tiles
-        return gradients
+        return *gradients, None
 
 
-def _tile_bytes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+def _tile_bytes(hidden: Tensor, weight: Tensor, device_type: str) -> tuple[int, int]:
     """The bytes of the tiles that are worked on, and of those that are kept."""
     logits = len(hidden) * len(weight) * hidden.itemsize
-    return 2 * min(TILE_BYTES, logits), min(KEPT_BYTES, logits)
+    return 2 * min(TILE_BYTES[device_type], logits), min(KEPT_BYTES, logits)
 
 
 class _Counting(TorchDispatchMode):

@@ -13,11 +13,8 @@ import asyncio
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from ctypes import CDLL
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,14 +22,13 @@ from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.decode_kernels import CompiledPlanner, NoKernelsError, load_kernels
 from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, KernelPlan, Row, attend
+from mtgrpo.engines.local.planner import choose_planner
 from mtgrpo.engines.local.sampling import sample, uniforms
 from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, OpenConversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.rounding import Reference, distance, plain_logprobs, reference
 from mtgrpo.model.traits import ordinary_tokens
@@ -61,19 +57,6 @@ def start_engine(settings: Local, source: WeightSource, deterministic: bool, lon
     return engine
 
 
-class Planner(Protocol):
-    """Makes plans of forward passes."""
-
-    @property
-    def library(self) -> CDLL | None:
-        """Of compiled kernels, for sampling."""
-        ...
-
-    def plan(self, rows: Sequence[Row]) -> BatchPlan | KernelPlan:
-        """Lay out one forward pass; from here on the new tokens count as cached."""
-        ...
-
-
 class LocalEngine(RunningEngine):
     """A running engine. When the weights change, the KV cache is reset: contexts are prefilled again.
 
@@ -95,7 +78,7 @@ class LocalEngine(RunningEngine):
         self._forward = Forward(model)
         self._kv_cache = kv_cache
         self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
-        self._planner, self._kernels_note = self._choose_planner(compiled)
+        self._planner, self._kernels_note = choose_planner(model, kv_cache, compiled)
         self._bound = 0.0  # nats that rounding explained when it was last measured
         self._changed = asyncio.Event()
         self._going = asyncio.Event()  # unset while asleep
@@ -119,34 +102,44 @@ class LocalEngine(RunningEngine):
         context = ordinary_tokens(self._model.config, min(PROBE_TOKENS, self._longest)).to(self._model.device)
         expected = reference(self._model, context)
         self._bound = expected.bound
-        apart = distance(expected.logprobs, self._through_cache(context))
-        if not isinstance(self._planner, BatchPlanner) and not apart <= expected.bound:
-            self._planner, self._kernels_note = self._choose_planner(compiled=False)
-            self.notes.append(
-                f"engine: log-probabilities by compiled kernels {_differ(apart, expected)}: torch's are used"
-            )
-            apart = distance(expected.logprobs, self._through_cache(context))
-        if self._forward.fused and not apart <= expected.bound:
+        apart, fault = self._compare(context, expected)
+        if fault and not isinstance(self._planner, BatchPlanner):
+            self._planner, self._kernels_note = choose_planner(self._model, self._kv_cache, compiled=False)
+            self.notes.append(f"engine: log-probabilities by compiled kernels {fault}: torch's are used")
+            apart, fault = self._compare(context, expected)
+        if self._forward.fused and fault:
             self._leave_fused(apart, expected)
-            apart = distance(expected.logprobs, self._through_cache(context))
-        if not apart <= expected.bound:
+            _, fault = self._compare(context, expected)
+        if fault:
             raise ConfigError(
                 f"engine=local cannot sample from {type(self._model).__name__}: over {len(context)} tokens its "
-                f"log-probabilities {_differ(apart, expected)}; choose another model or engine"
+                f"log-probabilities {fault}; choose another model or engine"
             )
         path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
         self.notes.append(f"engine: local, {path}{self._kernels_note}; a KV cache of {self._kv_cache.tokens:,} tokens")
+
+    def _compare(self, context: Tensor, expected: Reference) -> tuple[float, str]:
+        """How far decoding is from `expected` over `context`, in nats, and what is wrong with that, if anything."""
+        try:
+            apart = distance(expected.logprobs, self._through_cache(context))
+        except Exception as error:  # whatever compiling or starting kernels meets on a GPU
+            if isinstance(self._planner, BatchPlanner):
+                raise
+            return torch.nan, f"fail ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        return apart, "" if apart <= expected.bound else _differ(apart, expected)
 
     @torch.inference_mode()
     def _through_cache(self, context: Tensor) -> Tensor:
         """Log-probabilities [n, vocabulary] of the next token: two chunks of prefill, then one step of decoding."""
         block_table, logprobs = BlockTable(), list[Tensor]()
-        for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
-            if len(tokens):
-                self._kv_cache.own.reserve(block_table, len(tokens))
-                _, hidden = self._compute([Row(block_table, tokens.tolist())])
-                logprobs.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
-        self._kv_cache.own.cut(block_table, 0)
+        try:
+            for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
+                if len(tokens):
+                    self._kv_cache.own.reserve(block_table, len(tokens))
+                    _, hidden = self._compute([Row(block_table, tokens.tolist())])
+                    logprobs.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
+        finally:
+            self._kv_cache.own.cut(block_table, 0)
         return torch.cat(logprobs)
 
     def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan | KernelPlan, Tensor]:
@@ -154,18 +147,6 @@ class LocalEngine(RunningEngine):
         plan = self._planner.plan(rows)
         attention = plan if isinstance(plan, KernelPlan) else partial(attend, self._kv_cache, plan)
         return plan, self._forward(plan.ids, plan.positions, attention)
-
-    def _choose_planner(self, compiled: bool) -> tuple[Planner, str]:
-        """By compiled kernels where they compute such a model here; and what is said of it."""
-        model, kv_cache, dtype, note = self._model, self._kv_cache, computes_in(self._model), ""
-        try:
-            if compiled and model.device.type == "cpu" and dtype is torch.float32:
-                return CompiledPlanner(load_kernels(kv_cache.own.size), kv_cache), " by compiled kernels"
-            if compiled and model.device.type == "cuda" and dtype is not torch.float64:
-                return _by_triton(kv_cache, model.device, dtype), " by Triton's kernels"
-        except NoKernelsError as error:
-            note = f", more slowly without compiled kernels ({error})"
-        return BatchPlanner(kv_cache, model.device, dtype), note
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:
         self._forward.fused = None
@@ -383,14 +364,6 @@ class LocalEngine(RunningEngine):
                 self._scheduler.drop(request)
                 if not request.reply.done():  # else it was given up, and is about to say so
                     request.reply.set_result(replace(output, finish=Finish.STOP if stopped else Finish.LENGTH))
-
-
-def _by_triton(kv_cache: KVCache, device: torch.device, dtype: torch.dtype) -> Planner:
-    if find_spec("triton") is None:
-        raise NoKernelsError("the package triton is not installed")
-    from mtgrpo.engines.local.triton_kernels import TritonPlanner  # noqa: PLC0415  which torch for a CPU comes without
-
-    return TritonPlanner(kv_cache, device, dtype)
 
 
 def _differ(apart: float, expected: Reference) -> str:

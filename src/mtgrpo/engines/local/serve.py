@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=[dtype.name for dtype in DType], default=DType.auto.name)
-    parser.add_argument("--head", choices=[head.name for head in Head], default=Head.fp32.name)
+    parser.add_argument("--head", choices=[head.name for head in Head], default=Head.auto.name)
     parser.add_argument("--max-model-len", type=int, required=True, help="tokens of the longest context")
     parser.add_argument("--memory-fraction", type=float, help="of a GPU's for all, else for the cache")
     parser.add_argument("--no-compiled", action="store_true")

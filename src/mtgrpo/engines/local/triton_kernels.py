@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -142,9 +141,9 @@ class TritonPlanner:
 
 @triton.jit
 def _add_norm(
-    x: Any, more: Any, weight: Any, eps: Any, output: Any,
+    x, more, weight, eps, output,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     at = tl.arange(0, WIDE)
     inside = at < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + at
@@ -158,7 +157,7 @@ def _add_norm(
 
 
 @triton.jit
-def _silu_multiply(gate_up: Any, output: Any, WIDTH: tl.constexpr, WIDE: tl.constexpr) -> None:
+def _silu_multiply(gate_up, output, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = at < WIDTH
@@ -171,12 +170,12 @@ def _silu_multiply(gate_up: Any, output: Any, WIDTH: tl.constexpr, WIDE: tl.cons
 
 @triton.jit
 def _turn_and_write(
-    queries: Any, keys: Any, values: Any, query_stride: Any, key_stride: Any, value_stride: Any,
-    cosine: Any, sine: Any, norm: Any, eps: Any,
-    turned: Any, cached_keys: Any, cached_values: Any, table: Any, blocks: Any,
+    queries, keys, values, query_stride, key_stride, value_stride,
+    cosine, sine, norm, eps,
+    turned, cached_keys, cached_values, table, blocks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, LENGTH: tl.constexpr,
     NORMS: tl.constexpr, TURNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Norm and rotate the head of a query or key, in two halves, and write it, or a value, to its place."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
@@ -215,10 +214,10 @@ def _turn_and_write(
 
 @triton.jit
 def _see(
-    query: Any, top: Any, total: Any, output: Any, keys: Any, values: Any, blocks: Any,
-    begin: Any, end: Any, length: Any, group: Any, scale: Any,
+    query, top, total, output, keys, values, blocks,
+    begin, end, length, group, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, LENGTH: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """Attend to the pieces [begin, end) of `length` tokens, which lie in `blocks` of LENGTH."""
     at, place = tl.arange(0, WIDE), tl.arange(0, PLACES)
     for piece in range(begin, end):
@@ -242,11 +241,11 @@ def _see(
 
 @triton.jit(do_not_specialize=["rows"])
 def _attend(
-    queries: Any, keys: Any, values: Any, prefix_keys: Any, prefix_values: Any, table: Any, blocks: Any, scale: Any,
-    outputs: Any, log_sums: Any, rows: Any, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    queries, keys, values, prefix_keys, prefix_values, table, blocks, scale,
+    outputs, log_sums, rows, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, LENGTH: tl.constexpr, PREFIX_LENGTH: tl.constexpr,
     PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """What the queries of one group of heads of one row see in one part of its context."""
     row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     at, member = tl.arange(0, WIDE), tl.arange(0, QUERIES)
@@ -282,9 +281,9 @@ def _attend(
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge(
-    partial_outputs: Any, log_sums: Any, output: Any, rows: Any,
+    partial_outputs, log_sums, output, rows,
     HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     at, part = tl.arange(0, WIDE), tl.arange(0, PARTS).to(tl.int64) * rows * HEADS
     log_sum = tl.load(log_sums + part + place)

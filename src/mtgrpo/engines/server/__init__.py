@@ -134,7 +134,7 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
                 "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
                 "leave it out, or set engine=local"
             )
-        if (head := experiment.model.head) is not Head.fp32 and self.kind != OWN:
+        if (head := experiment.model.head) not in (Head.auto, Head.fp32) and self.kind != OWN:
             raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
         if sampling.cuts and self.kind not in (VLLM, OWN):
             raise ConfigError(f"engine.kind={self.kind} samples from all: leave sampling.top_p, top_k and min_p out")
