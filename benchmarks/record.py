@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import age
 
+import mtgrpo
 from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET, fit_openmp, keep_freed_memory, read_cpu_times
 
 with fit_openmp(read_cpu_times()):
@@ -58,8 +59,11 @@ def resident(field: str) -> int:
 
 def versions() -> dict[str, str]:
     """What was measured with."""
-    packages = ("mtgrpo", "torch", "transformers")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    own = {
+        "python": platform.python_version(),
+        "mtgrpo": mtgrpo.__version__,
+    }  # which may be used without an installation
+    return own | {name: version(name) for name in ("torch", "transformers")}
 
 
 def absent(benchmark: str, ratios: list[str]) -> None:

@@ -461,9 +461,9 @@ def gpu() -> str:
     for benchmark in ("gpu_first", "gpu_learn"):
         ratios, detail = read(benchmark)
         rows += [
-            [f"`{name}`", detail.get("reason", "failed") if v is None else f"{v:.3g}"] for name, v in ratios.items()
+            [f"`{name}`", detail.get("reason", "not known") if v is None else f"{v:.3g}"] for name, v in ratios.items()
         ]
-    return table(["figure", "one H100 or H200"], rows)
+    return table(["figure", "one H200"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
