@@ -36,8 +36,8 @@ class TritonPlan(KernelPlan):
     """One decoding step: one token of each row."""
 
     kv_cache: KVCache
-    ids: Tensor  # [rows] int32
-    positions: Tensor  # [rows] int32
+    ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
     last: Tensor  # [rows]
     table: Tensor  # [rows, 4] int32: where its blocks begin, their tokens; the same of its prefix
     blocks: Tensor  # int32
@@ -50,6 +50,7 @@ class TritonPlan(KernelPlan):
         """See `KernelPlan.attend`."""
         own, prefixes, (rows, heads, size) = self.kv_cache.own, self.kv_cache.prefixes, parts[0].shape
         keys, values, groups, wide = own.keys[layer], own.values[layer], own.heads, triton.next_power_of_2(size)
+        parts = [part.to(keys.dtype) for part in parts]  # under autocast a model's own are rotated in fp32
         make = partial(torch.empty, device=keys.device)
         query = make(rows, heads, size, dtype=keys.dtype)
         cosine, sine = rotation or (query, query)
@@ -130,8 +131,8 @@ class TritonPlanner:
         parts = min(PROGRAMS // (len(rows) * self._kv_cache.own.heads), longest // LEAST_PART, MOST_PARTS)
         return TritonPlan(
             self._kv_cache,
-            ids=table[:, 4].contiguous(),
-            positions=table[:, 5].contiguous(),
+            ids=table[:, 4].long(),
+            positions=table[:, 5].long(),
             last=torch.arange(len(rows), device=self._device),
             table=table,
             blocks=put[6 * len(rows) :],
