@@ -39,7 +39,7 @@ class TritonPlan(KernelPlan):
     ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
     last: Tensor  # [rows]
-    table: Tensor  # [rows, 4] int32: where its blocks begin, their tokens; the same of its prefix
+    table: Tensor  # [rows, 6] int32: where its blocks begin, their tokens, the same of its prefix, new token, position
     blocks: Tensor  # int32
     parts: int  # into which each context is divided
 
@@ -101,7 +101,7 @@ class TritonPlanner:
 
     def __init__(self, kv_cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         """Raises NoKernelsError where Triton cannot compile."""
-        self._kv_cache, self._device, self._dtype = kv_cache, device, dtype
+        self._kv_cache, self._device = kv_cache, device
         self._others = BatchPlanner(kv_cache, device, dtype)
         one = torch.ones(1, LEAST_QUERIES, device=device)
         try:
