@@ -94,6 +94,15 @@ def test_a_column_that_few_rows_lack_is_noted(place: Path, run: Run) -> None:
     assert code == 0 and said in err and "rare" not in err
 
 
+def test_what_is_collected_in_some_rows_alone_is_not_missed(place: Path, run: Run) -> None:
+    said = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
+    rows = [{"messages": said, "metadata": {}, "turns": [], "calls": [], "kind": "x"} for _ in range(20)]
+    del rows[7]["calls"], rows[8]["kind"]
+    write(place / "mine.jsonl", *rows)
+    out = run("data", "check", "mine.jsonl")[1]
+    assert "'calls'" not in out and "line 9: no column 'kind', which other rows have" in out
+
+
 def test_held_out_rows_that_are_trained_on_are_told(place: Path, run: Run) -> None:
     rows = [asked(f"{n}?", answer=str(n)) for n in range(40)]
     write(place / "mine.jsonl", *rows)

@@ -404,7 +404,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
 }
 SMALL = [
     *("trainer.steps=1", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=1"),
-    *("sampling.max_new_tokens=8", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
+    *("sampling.max_new_tokens=64", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
     "model.name=tiny",
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 ]
@@ -550,6 +550,13 @@ def test_what_a_demonstration_lacks_is_noted(
     assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
 
 
+def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
+    Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
+    code, _, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    told = "of the first 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, up to "
+    assert code == 0 and told in err and "(task said/1): what imitates them is cut, which is no success; set " in err
+
+
 def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:
     call = {"role": "assistant", "content": "", "function_call": {"name": "tool", "arguments": "{}"}}
     Path("said.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, call]}) + "\n")
@@ -582,6 +589,7 @@ def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: 
     words = ["sft.demonstrations=said.jsonl", "sft.steps=1", "environment.tools=[own.py:Own]", "--dry-run"]
     code, _, err = run("train", *SMALL, *words)
     assert code == 0 and "the tool Own failed: KeyError: 'stock'" in err
+    assert "its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories" in err
 
 
 def test_a_condenser_is_tried_in_three_turns(run: Run, place: Path) -> None:

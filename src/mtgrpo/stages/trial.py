@@ -174,7 +174,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     if not first:
         raise ConfigError(without_demonstrations(source))
     if not _begins(environment):
-        return notes
+        return notes + _cut(experiment, first, chat)
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
     for number, (task, messages) in enumerate(first[:FEW]):
         try:
@@ -197,6 +197,8 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             if late or not extension.of_own_code(cause) or (failed and isinstance(cause, OSError)):  # out of reach
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
+            if isinstance(cause, KeyError) and {"said"} <= task.metadata.keys() <= {"messages", "said", "tools"}:
+                why += "; its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories"
             sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
             if sure or not failed:
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
@@ -207,7 +209,8 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
             f"from: raise batch.token_budget or environment.max_context_length above {room}"
         )
-    return notes + told[:1] + await _paid(experiment, [_conversation(*each) for each in first])
+    notes += [*told[:1], *_cut(experiment, first, chat)]
+    return notes + await _paid(experiment, [_conversation(*each) for each in first])
 
 
 def without_demonstrations(source: TaskSource) -> str:
@@ -215,6 +218,21 @@ def without_demonstrations(source: TaskSource) -> str:
     name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
     cure = cure if is_ours(source) else f"let {name}.demonstration return messages, or set sft.steps=0"
     return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
+
+
+def _cut(experiment: Experiment, shown: Sequence[tuple[Task, Sequence[Message]]], chat: Chat) -> list[str]:
+    """What to say where turns of demonstrations have more tokens than the policy may sample."""
+    most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
+    for task, messages in shown:
+        said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
+        lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
+    (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
+    told = (
+        f"of the first {len(shown)} demonstrations {count} have turns longer than sampling.max_new_tokens={most}, up "
+        f"to {longest} tokens (task {name}): what imitates them is cut, which is no success; set "
+        f"sampling.max_new_tokens={longest} or higher"
+    )
+    return [told] if count else []
 
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:
