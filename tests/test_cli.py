@@ -740,6 +740,8 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, p
     [
         ({"a": ""}, "task.path=a", "a holds no rows; fill it, or name another file"),
         ({"a": '{"prompt": "1", "answer": "1"}\n'}, "task.path=a", "all 1 rows fall to the other split"),
+        ({"a": '{"prompt": "1", "id": "x"}\n' * 30}, "task.path=a", "line 2 and 28 more: the id 'x' is that of"),
+        ({"a": '{"prompt": "1"}\n{"prompt":\n'}, "task.path=a", "split; 1 of the 2 rows that were checked cannot"),
         ({"a": '{"prompt":\n'}, "task.path=a", "line 1: not valid JSON"),
         ({"a": "[1]\n" * 30}, "task.path=a", "a"),
         ({"a": '{"question": "1", "answer": "1"}\n' * 30}, "task.path=a", "task.columns.prompt"),
@@ -804,7 +806,7 @@ def test_the_general_help_needs_no_torch() -> None:
 
 def test_help_is_a_command_too(run: Run) -> None:
     assert run("help") == run("--help") == (0, cli.USAGE + "\n", "")
-    assert run("help", "train", "curriculum") == run("train", "--help", "curriculum")
+    assert run("help", "train", "curriculum") == run("train", "--help", "curriculum") == run("--help", "curriculum")
     said = "no option speaks of 'curiculum'; did you mean curriculum? `mtgrpo train --help` lists all"
     assert said in run("train", "--help", "curiculum")[2]
 
