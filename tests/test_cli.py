@@ -1011,9 +1011,11 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     for _ in range(2):
         assert run("train", *words)[0] == 0
     of_two = "with other settings than before: trainer.steps=2 (was 1)"
-    for more, told in ([], ": no step is left\n"), (["trainer.steps=2"], f"\n{of_two}\n"):
+    unread = "; its checksums were not looked at"
+    for more, told in ([], f": no step is left{unread}\n"), (["trainer.steps=2"], f"{unread}\n{of_two}\n"):
         out = run("train", *words, *more, "--dry-run")[1]
         assert f"\nit would go on from there/checkpoints/step_000001, after step 1{told}the first of its tasks" in out
+        assert "demonstrations" not in out  # the warm start is done
     assert run("train", *words, "trainer.steps=2")[0] == 0
     said = (place / "there" / "notes.txt").read_text()
     assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2
@@ -1028,6 +1030,9 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     code, _, err = run("train", *SMALL, "resume=there/checkpoints", "hydra.run.dir=another")
     assert code == 2 and "its newest is there/checkpoints/step_000002" in err
     assert run("eval", "checkpoint=there/checkpoints", "--dry-run")[0] == 0
+    (place / "there" / "checkpoints" / "step_000002" / "model.safetensors").write_bytes(b"")
+    out = run("train", *words, "--dry-run")[1]
+    assert f"there/checkpoints/step_000001, after step 1: no step is left{unread}, step_000002 is damaged\n" in out
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no such thing"), 2)])

@@ -540,7 +540,7 @@ def test_what_a_demonstration_lacks_is_noted(
     asked: str, left_out: int | None, said: str, run: Run, place: Path
 ) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "tool", "arguments": {"number": 1}}]}
-    answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "#### 1"}]
     messages = [{"role": "user", "content": asked}, call, *answers]
     shown = [message for number, message in enumerate(messages) if number != left_out]
     Path("said.jsonl").write_text(json.dumps({"messages": shown}) + "\n")
@@ -552,9 +552,29 @@ def test_what_a_demonstration_lacks_is_noted(
 
 def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
     Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
-    code, _, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    code, out, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
     told = "of the first 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, up to "
     assert code == 0 and told in err and "(task said/1): what imitates them is cut, which is no success; set " in err
+    assert out.startswith("no fault found that stops a run (see the notes above), and nothing was run")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "said"),
+    [
+        ("1", "numeric", "none of 20 demonstrations has an answer where it is looked for: reward=numeric reads"),
+        ("#### 1", "numeric", ""),
+        ("11", "em", "reward EM pays the first 20 demonstrations at most 0, and reward.success_at"),
+        ("1", "em", ""),
+    ],
+)
+def test_demonstrations_that_their_reward_does_not_pay_are_noted(
+    answer: str, reward: str, said: str, run: Run, place: Path
+) -> None:
+    row = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": answer}], "answer": "1"}
+    Path("said.jsonl").write_text(f"{json.dumps(row)}\n")
+    words = ["sft.steps=1", "sft.demonstrations=said.jsonl", f"reward={reward}", "--dry-run"]
+    code, _, err = run("train", *SMALL, *words)
+    assert code == 0 and (said in err if said else err == "")
 
 
 def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:

@@ -264,7 +264,7 @@ def _checked(
             raise ConfigError(explained(error)) from error
     for note in (*loader.notes, *notes):
         complain(note)
-    return composed
+    return replace(composed, noted=bool(notes))
 
 
 def _stage(command: str) -> Callable[[Experiment, Path], Coroutine[Any, Any, None]]:

@@ -54,6 +54,7 @@ class Configured:
     experiment: Experiment
     values: str  # all of it as YAML
     choices: dict[str, Any]  # group -> option; a class of the user's own as /absolute/path.py:Name
+    noted: bool = False  # there is something that the user should know
 
 
 def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:

@@ -248,10 +248,15 @@ def _lacking(task: Task, messages: Sequence[Message]) -> str:
 
 
 async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
-    """What to say where a reward of somebody's own takes no demonstration for a success, or an empty answer for one."""
+    """What to say where the reward takes no demonstration for a success, or one of somebody's own an empty answer."""
     reward, name = experiment.reward, type(experiment.reward).__name__
-    if all_ours(reward) or not reward.works_unopened or experiment.sft.demonstrations or experiment.agent.active:
+    if not reward.works_unopened or experiment.agent.active:
         return []
+    if reward.looks_for and not any(map(reward.answer, shown)):
+        return [f"none of {len(shown)} demonstrations has an answer where it is looked for: {reward.looks_for}"]
+    own = not (all_ours(reward) or experiment.sft.demonstrations)
+    if not own:  # a row may have no answer
+        shown = [one for one in shown if one.task.answer and reward.compares and not reward.parts]
     async with _left_to_the_run():
         paid = list[float]()
         for one in shown:
@@ -261,7 +266,7 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
         if paid and max(paid) < reward.success_at:
             least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
             return [f"reward {name} pays the first {len(paid)} demonstrations at most {max(paid):g}, {least}"]
-        for one in shown[:1]:
+        for one in shown[:1] if own else ():
             (empty,) = await scores(reward, [_conversation(one.task, [Message("assistant", "")])])
             if isinstance(empty, Score) and empty.total >= reward.success_at:
                 return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]
