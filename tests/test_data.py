@@ -213,7 +213,7 @@ def test_rows_are_shown_as_a_model_sees_them(place: Path, run: Run) -> None:
 def test_a_table_of_commas_is_turned_into_a_file_that_is_not_there_yet(place: Path, run: Run) -> None:
     (place / "mine.csv").write_text("prompt,answer\n1?,1\n")
     write(place / "mine.jsonl", asked("1?"))
-    assert run("data", "check", "mine.csv")[2].endswith("mine.csv > mine_new.jsonl\n")
+    assert run("data", "check", "mine.csv")[2].endswith("mine.csv > mine.csv.jsonl\n")
 
 
 def test_a_corpus_is_checked_and_indexed(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

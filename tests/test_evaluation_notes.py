@@ -50,7 +50,7 @@ def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
     cut = said("6")
     cut.status, cut.reason = Status.TRUNCATED, "max_new_tokens"
     (note,) = notes(EM(), cut, said("62"))
-    assert note == "evaluation: no success: 1 of 2 conversations are cut by max_new_tokens; set it higher"
+    assert note == "evaluation: no success: 1 of 2 conversations are cut: set max_new_tokens higher"
     right = said("61")
     right.reward = 1.0
     assert notes(EM(), cut, right) == []

@@ -553,8 +553,8 @@ def test_what_a_demonstration_lacks_is_noted(
 def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
     Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
     code, out, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
-    told = "of the first 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, up to "
-    assert code == 0 and told in err and "(task said/1): what imitates them is cut, which is no success; set " in err
+    told = "of 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, as said/1: what imitates them"
+    assert code == 0 and told in err and ", which is no success; set it to " in err
     assert out.startswith("no fault found that stops a run (see the notes above), and nothing was run")
 
 

@@ -40,10 +40,7 @@ class Outcome:
 
 
 def outcome_of(given: Any, function: Callable[..., Any] | None = None) -> Outcome:
-    """What a function returned or a reward file holds, as an Outcome.
-
-    Raises TypeError for what is none, and MisgivenError where it is a `function` that gave it.
-    """
+    """What `function` returned or a reward file holds, as an Outcome. Raises MisgivenError or TypeError for others."""
     if given is None or isinstance(given, str):
         return Outcome(output=given or "")
     if isinstance(given, dict) and all(isinstance(value, int | float) for value in given.values()):
@@ -52,9 +49,8 @@ def outcome_of(given: Any, function: Callable[..., Any] | None = None) -> Outcom
     if isinstance(found, Outcome) and not (isinstance(found.reward, float) and not math.isfinite(found.reward)):
         return found
     wanted = "give None, a finite number, a text, an Outcome or rewards by reply id"
-    if function:
-        raise extension.misgiven(function, given, wanted)
-    raise TypeError(f"the agent gave {given!r:.200}; {wanted}")
+    error = TypeError(f"the agent gave {given!r:.200}; {wanted}")
+    raise extension.misgiven(function, given, wanted) if function else error
 
 
 @dataclass

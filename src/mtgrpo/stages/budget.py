@@ -83,8 +83,8 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     plan = _planned(command, composed.experiment, found.state if found else {})
     own = untried(composed.experiment, command in ("train", "sft"))
     notes = composed.experiment.notes if command == "train" else []
-    verdict = "no fault found" + " that stops a run (see the notes above)" * composed.noted
-    lines = [f"{verdict}, and nothing was run{own}; a run would be {plan}", *notes, choices]
+    noted = " that stops a run (see the notes above)" * composed.noted
+    lines = [f"no fault found{noted}, and nothing was run{own}; a run would be {plan}", *notes, choices]
     if found:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}

@@ -175,8 +175,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
         )
     cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
     if cut and not any(t.succeeded(reward.success_at) for t in valid):
-        told = f"{cut.total()} of {len(valid)} conversations are cut by {', '.join(cut)}"
-        notes.append(f"no success: {told}; set it higher")
+        notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {', '.join(cut)} higher")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
 
 

@@ -227,12 +227,8 @@ def _cut(experiment: Experiment, shown: Sequence[tuple[Task, Sequence[Message]]]
         said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
         lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
     (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
-    told = (
-        f"of the first {len(shown)} demonstrations {count} have turns longer than sampling.max_new_tokens={most}, up "
-        f"to {longest} tokens (task {name}): what imitates them is cut, which is no success; set "
-        f"sampling.max_new_tokens={longest} or higher"
-    )
-    return [told] if count else []
+    told = f"of {len(shown)} demonstrations {count} have turns longer than sampling.max_new_tokens={most}, as {name}"
+    return [f"{told}: what imitates them is cut, which is no success; set it to {longest} or higher"] if count else []
 
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:

@@ -19,7 +19,6 @@ from mtgrpo.model.settings import VALUE_HEAD
 STATE, TENSORS, REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
 NO_REFERENCE = "kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew"
 TRAINING_FILES = (STATE, TENSORS, REFERENCE, VALUE_HEAD)  # what no other library reads
-_CURE = "; use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ def find_newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
             aside = by_step[step].with_name(f"damaged_step_{step:06d}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(by_step[step], aside)
-            why = str(error).removesuffix(_CURE)
-            note(f"{why}; it is now {aside.name}, and the one before it is taken")
+            note(f"{str(error).partition('; use another')[0]}; it is now {aside.name}, and the one before it is taken")
     if by_step:
         raise ConfigError(f"every checkpoint in {folder / 'checkpoints'} is damaged: begin anew in another folder")
     return None
@@ -118,4 +116,4 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def _damage(file: Path, how: str) -> ConfigError:
-    return ConfigError(f"the checkpoint is damaged: {file}: {how}{_CURE}")
+    return ConfigError(f"the checkpoint is damaged: {file}: {how}; use another checkpoint")
