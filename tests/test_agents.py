@@ -246,6 +246,9 @@ def solve(task, address):
         ("{'chatcmpl-9-9': 1.0}", "'chatcmpl-9-9', which this conversation has not"),
         ("Outcome(reward=1.0, components={'passed': None})", "components={'passed': None}"),
         ("Outcome(reward=1.0, components={'passed': 'all'})", "give a finite number, or a Score of finite numbers"),
+        ("float('nan')", "solve gave nan; give None, a finite number, a text, an Outcome or rewards by reply id ("),
+        ("Outcome(reward=float('inf'))", "solve gave Outcome(reward=inf"),
+        ("['#### 5']", "solve gave ['#### 5']; give None"),
     ],
 )
 def test_rewards_that_are_none_fail_the_conversation(given: str, why: str, tmp_path: Path) -> None:

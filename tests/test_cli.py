@@ -740,6 +740,8 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, p
     [
         ({"a": ""}, "task.path=a", "a holds no rows; fill it, or name another file"),
         ({"a": '{"prompt": "1", "answer": "1"}\n'}, "task.path=a", "all 1 rows fall to the other split"),
+        ({"a": '{"prompt": "1", "id": "x"}\n' * 30}, "task.path=a", "line 2 and 28 more: the id 'x' is that of"),
+        ({"a": '{"prompt": "1"}\n{"prompt":\n'}, "task.path=a", "split; 1 of the 2 rows that were checked cannot"),
         ({"a": '{"prompt":\n'}, "task.path=a", "line 1: not valid JSON"),
         ({"a": "[1]\n" * 30}, "task.path=a", "a"),
         ({"a": '{"question": "1", "answer": "1"}\n' * 30}, "task.path=a", "task.columns.prompt"),
@@ -804,7 +806,7 @@ def test_the_general_help_needs_no_torch() -> None:
 
 def test_help_is_a_command_too(run: Run) -> None:
     assert run("help") == run("--help") == (0, cli.USAGE + "\n", "")
-    assert run("help", "train", "curriculum") == run("train", "--help", "curriculum")
+    assert run("help", "train", "curriculum") == run("train", "--help", "curriculum") == run("--help", "curriculum")
     said = "no option speaks of 'curiculum'; did you mean curriculum? `mtgrpo train --help` lists all"
     assert said in run("train", "--help", "curiculum")[2]
 
@@ -1009,9 +1011,11 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     for _ in range(2):
         assert run("train", *words)[0] == 0
     of_two = "with other settings than before: trainer.steps=2 (was 1)"
-    for more, told in ([], ": no step is left\n"), (["trainer.steps=2"], f"\n{of_two}\n"):
+    unread = "; its checksums were not looked at"
+    for more, told in ([], f": no step is left{unread}\n"), (["trainer.steps=2"], f"{unread}\n{of_two}\n"):
         out = run("train", *words, *more, "--dry-run")[1]
         assert f"\nit would go on from there/checkpoints/step_000001, after step 1{told}the first of its tasks" in out
+        assert "demonstrations" not in out  # the warm start is done
     assert run("train", *words, "trainer.steps=2")[0] == 0
     said = (place / "there" / "notes.txt").read_text()
     assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2
@@ -1026,6 +1030,9 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     code, _, err = run("train", *SMALL, "resume=there/checkpoints", "hydra.run.dir=another")
     assert code == 2 and "its newest is there/checkpoints/step_000002" in err
     assert run("eval", "checkpoint=there/checkpoints", "--dry-run")[0] == 0
+    (place / "there" / "checkpoints" / "step_000002" / "model.safetensors").write_bytes(b"")
+    out = run("train", *words, "--dry-run")[1]
+    assert f"there/checkpoints/step_000001, after step 1: no step is left{unread}, step_000002 is damaged\n" in out
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no such thing"), 2)])

@@ -94,6 +94,15 @@ def test_a_column_that_few_rows_lack_is_noted(place: Path, run: Run) -> None:
     assert code == 0 and said in err and "rare" not in err
 
 
+def test_what_is_collected_in_some_rows_alone_is_not_missed(place: Path, run: Run) -> None:
+    said = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
+    rows = [{"messages": said, "metadata": {}, "turns": [], "calls": [], "kind": "x"} for _ in range(20)]
+    del rows[7]["calls"], rows[8]["kind"]
+    write(place / "mine.jsonl", *rows)
+    out = run("data", "check", "mine.jsonl")[1]
+    assert "'calls'" not in out and "line 9: no column 'kind', which other rows have" in out
+
+
 def test_held_out_rows_that_are_trained_on_are_told(place: Path, run: Run) -> None:
     rows = [asked(f"{n}?", answer=str(n)) for n in range(40)]
     write(place / "mine.jsonl", *rows)
@@ -199,6 +208,12 @@ def test_rows_are_shown_as_a_model_sees_them(place: Path, run: Run) -> None:
     write(place / "mine.jsonl", asked("1+1?"))
     shown = run("data", "check", "mine.jsonl", "--model", "tiny")[1]
     assert "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n" in shown
+
+
+def test_a_table_of_commas_is_turned_into_a_file_that_is_not_there_yet(place: Path, run: Run) -> None:
+    (place / "mine.csv").write_text("prompt,answer\n1?,1\n")
+    write(place / "mine.jsonl", asked("1?"))
+    assert run("data", "check", "mine.csv")[2].endswith("mine.csv > mine.csv.jsonl\n")
 
 
 def test_a_corpus_is_checked_and_indexed(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,3 +44,13 @@ def test_rewards_that_never_are_a_success_are_noticed() -> None:
     (note,) = notes(EM(), paid, said("62"))
     assert note == "evaluation: no success: the best reward is 0.95, and reward.success_at, what success takes, is 1"
     assert notes(EM(success_at=0.5), paid) == [] and notes(EM(), said("62")) == []
+
+
+def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
+    cut = said("6")
+    cut.status, cut.reason = Status.TRUNCATED, "max_new_tokens"
+    (note,) = notes(EM(), cut, said("62"))
+    assert note == "evaluation: no success: 1 of 2 conversations are cut: set max_new_tokens higher"
+    right = said("61")
+    right.reward = 1.0
+    assert notes(EM(), cut, right) == []

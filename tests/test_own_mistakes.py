@@ -404,7 +404,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
 }
 SMALL = [
     *("trainer.steps=1", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=1"),
-    *("sampling.max_new_tokens=8", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
+    *("sampling.max_new_tokens=64", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
     "model.name=tiny",
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 ]
@@ -540,7 +540,7 @@ def test_what_a_demonstration_lacks_is_noted(
     asked: str, left_out: int | None, said: str, run: Run, place: Path
 ) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "tool", "arguments": {"number": 1}}]}
-    answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "#### 1"}]
     messages = [{"role": "user", "content": asked}, call, *answers]
     shown = [message for number, message in enumerate(messages) if number != left_out]
     Path("said.jsonl").write_text(json.dumps({"messages": shown}) + "\n")
@@ -548,6 +548,33 @@ def test_what_a_demonstration_lacks_is_noted(
     words = "sft.steps=1 sft.demonstrations=said.jsonl environment.tools=[own.py:tool]"
     code, out, err = run("train", *SMALL, *words.split(), "--dry-run")
     assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
+
+
+def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
+    Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
+    code, out, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    told = "of 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, as said/1: what imitates them"
+    assert code == 0 and told in err and ", which is no success; set it to " in err
+    assert out.startswith("no fault found that stops a run (see the notes above), and nothing was run")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "said"),
+    [
+        ("1", "numeric", "none of 20 demonstrations has an answer where it is looked for: reward=numeric reads"),
+        ("#### 1", "numeric", ""),
+        ("11", "em", "reward EM pays the first 20 demonstrations at most 0, and reward.success_at"),
+        ("1", "em", ""),
+    ],
+)
+def test_demonstrations_that_their_reward_does_not_pay_are_noted(
+    answer: str, reward: str, said: str, run: Run, place: Path
+) -> None:
+    row = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": answer}], "answer": "1"}
+    Path("said.jsonl").write_text(f"{json.dumps(row)}\n")
+    words = ["sft.steps=1", "sft.demonstrations=said.jsonl", f"reward={reward}", "--dry-run"]
+    code, _, err = run("train", *SMALL, *words)
+    assert code == 0 and (said in err if said else err == "")
 
 
 def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:
@@ -582,6 +609,7 @@ def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: 
     words = ["sft.demonstrations=said.jsonl", "sft.steps=1", "environment.tools=[own.py:Own]", "--dry-run"]
     code, _, err = run("train", *SMALL, *words)
     assert code == 0 and "the tool Own failed: KeyError: 'stock'" in err
+    assert "its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories" in err
 
 
 def test_a_condenser_is_tried_in_three_turns(run: Run, place: Path) -> None:

@@ -542,7 +542,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     (tmp_path / "checkpoints" / "step_000005" / "model.safetensors").write_bytes(b"")
     same(ran(tmp_path, "resume=true"), unbroken)
     notes = (tmp_path / "notes.txt").read_text()
-    assert "step_000005/model.safetensors: it has 0 bytes instead of" in notes and "the one before it is taken" in notes
+    assert "step_000005/model.safetensors: it has 0 bytes instead of" in notes
+    assert "; it is now damaged_step_000005, and the one before it is taken" in notes
+    assert "another checkpoint" not in notes
     for path in (tmp_path / "checkpoints").glob("step_*"):
         (path / "state.json").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):

@@ -143,6 +143,13 @@ def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path
         main([str(run_folder), *words])
 
 
+def test_which_steps_there_are_is_said(run_folder: Path) -> None:
+    for name in ("evaluation_after", "step_000004"):
+        (run_folder / "trajectories" / f"{name}.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no step_000009; it has step_000002 to step_000004; "):
+        main([str(run_folder), "--step", "9"])
+
+
 @pytest.mark.parametrize("command", ["show", "report"])
 def test_where_nobody_reads_on_it_ends_in_silence(command: str, run_folder: Path) -> None:
     read, write = os.pipe()

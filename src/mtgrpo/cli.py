@@ -92,8 +92,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run_command(arguments: Sequence[str]) -> None:
     """Do what the words of the command line say. Raises ConfigError for the user's mistakes."""
     command, *words = arguments or [""]
-    if command == "help" and words:
-        command, words = words[0], ["--help", *words[1:]]
+    if command in ("-h", "--help", "help") and words:
+        command, words = (words[0], words[1:]) if words[0] in COMMANDS else ("train", words)
+        words = ["--help", *words]
     if command in ("", "-h", "--help", "help"):
         show(USAGE)
     elif command == "--version":

@@ -6,6 +6,7 @@ One file = one way to start an agent. What an agent sends is recorded by `endpoi
 from __future__ import annotations
 
 import copy
+import math
 import os
 from abc import ABC, abstractmethod
 from asyncio.subprocess import STDOUT
@@ -38,19 +39,18 @@ class Outcome:
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for a reward of your own: `trajectory.data`
 
 
-def outcome_of(given: Any) -> Outcome:
-    """What a function returned or a reward file holds, as an Outcome. Raises TypeError for what is none."""
-    if isinstance(given, Outcome):
-        return given
-    if given is None:
-        return Outcome()
-    if isinstance(given, str):
-        return Outcome(output=given)
-    if isinstance(given, int | float):
-        return Outcome(reward=float(given))
+def outcome_of(given: Any, function: Callable[..., Any] | None = None) -> Outcome:
+    """What `function` returned or a reward file holds, as an Outcome. Raises MisgivenError or TypeError for others."""
+    if given is None or isinstance(given, str):
+        return Outcome(output=given or "")
     if isinstance(given, dict) and all(isinstance(value, int | float) for value in given.values()):
         return Outcome(turn_rewards=cast("dict[str, float]", given))
-    raise TypeError(f"the agent gave {given!r:.200}; give None, a number, a text, an Outcome or rewards by reply id")
+    found = Outcome(reward=float(given)) if isinstance(given, int | float) else given
+    if isinstance(found, Outcome) and not (isinstance(found.reward, float) and not math.isfinite(found.reward)):
+        return found
+    wanted = "give None, a finite number, a text, an Outcome or rewards by reply id"
+    error = TypeError(f"the agent gave {given!r:.200}; {wanted}")
+    raise extension.misgiven(function, given, wanted) if function else error
 
 
 @dataclass

@@ -75,7 +75,7 @@ class Python(Agent):
             return await self._in_process(task, address)
         function = extension.find("mtgrpo.agents", self.function, Agent)
         value = await run_in_thread(lambda: function(task, address))
-        return outcome_of(await self._await(value) if inspect.iscoroutine(value) else value)
+        return outcome_of(await self._await(value) if inspect.iscoroutine(value) else value, function)
 
     async def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
         """What a coroutine gives in the event loop of all, or in a new one where something blocks that."""
@@ -111,5 +111,5 @@ def main() -> None:
     task["messages"] = tuple(map(message_from_fields, task["messages"]))
     function = extension.find("mtgrpo.agents", name, Agent)
     given = function(Task(**task), Address(**address))
-    outcome = outcome_of(asyncio.run(given) if inspect.iscoroutine(given) else given)
+    outcome = outcome_of(asyncio.run(given) if inspect.iscoroutine(given) else given, function)
     Path("outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))

@@ -167,6 +167,10 @@ def _refuse_misplaced(command: str, words: Sequence[str], several: bool) -> None
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if command == "eval" and "sampling.temperature" in keys:
         raise ConfigError("sampling.temperature has no effect: samples are of temperature 1, and greedy ones besides")
+    other = {"collect": "eval", "eval": "collect"}.get(command, "-")
+    if idle := [key for key in keys if key.startswith(f"{other}.")]:
+        own = f"{command}.tasks and {command}.samples"
+        raise ConfigError(f"{min(idle)} is for {other}, it does nothing for {command}, which has {own}")
     if several and DOOR in os.environ:
         raise ConfigError("torchrun starts the ranks of one run, not of --multirun; leave one of them out")
     if several and "hydra.run.dir" in keys:
@@ -260,7 +264,7 @@ def _checked(
             raise ConfigError(explained(error)) from error
     for note in (*loader.notes, *notes):
         complain(note)
-    return composed
+    return replace(composed, noted=bool(notes))
 
 
 def _stage(command: str) -> Callable[[Experiment, Path], Coroutine[Any, Any, None]]:

@@ -6,6 +6,7 @@ checked, and what Hydra or a dataclass refuses is said in the user's terms.
 
 import copy
 import dataclasses
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Configured:
     experiment: Experiment
     values: str  # all of it as YAML
     choices: dict[str, Any]  # group -> option; a class of the user's own as /absolute/path.py:Name
+    noted: bool = False  # there is something that the user should know
 
 
 def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
@@ -374,9 +376,13 @@ def _explain(error: BaseException, settled: Settled) -> str:
         chain.append(following)
     cause = next((link for link in chain if getattr(link, "full_key", None)), error)
     key = re.sub(r"\[.*", "", str(getattr(cause, "full_key", "")))
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and key not in settled.known and "hydra" not in key:
-        return unknown(key, settled.known)
     text = str(cause).strip().partition("\n")[0]
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and key not in settled.known:
+        if "hydra" not in key:
+            return unknown(key, settled.known)
+        path, _, last = key.rpartition(".")
+        if near := difflib.get_close_matches(last, map(str, cast(Any, cause).parent_node or ()), 1):
+            text = f"did you mean {path}.{near[0]}?"
     if isinstance(cause, ValidationError) and key in settled.known:
         text = f"expected {spell(settled.known[key].type)}"
     source = settled.sources.get(key, "")

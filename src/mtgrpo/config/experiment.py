@@ -99,8 +99,8 @@ class Collection:
     tasks: int = 200
     samples: int = 1  # per task
     held_out: bool = False  # of the held-out tasks in place of those of training
-    # trajectories: with statuses, rewards and the lengths of turns, as in a run's `trajectories`; messages: these and
-    # tools alone, as most libraries fine-tune on them, and `sft.demonstrations`
+    # trajectories: with statuses, rewards, the lengths of turns and the metadata that tools may read, as in a run's
+    # `trajectories`, for `sft.demonstrations`; messages: these and tools alone, as most libraries fine-tune on them
     form: Form = Form.trajectories
     file: Text = "collected.jsonl"  # in the run's folder; NAME.parquet: a table
     successes: bool = False  # only these

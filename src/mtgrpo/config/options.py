@@ -130,8 +130,9 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     if key == "recipe":
         return "recipe is for the command line; a recipe takes up another with `defaults: [NAME]`"
     path, _, last = key.rpartition(".")
-    if plural := [name for name in known if name == f"{key}s"]:
-        return f"unknown option {key}; did you mean {plural[0]}?"
+    below = [name for name in known if path in groups() and re.fullmatch(f"{path}[.][^.]+[.]{re.escape(last)}", name)]
+    if near := below or [name for name in known if name == f"{key}s"]:
+        return f"unknown option {key}; did you mean {' or '.join(near)}?"
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:
         return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"

@@ -104,7 +104,9 @@ class RunRecord:
         path = self._place / f"{name}.jsonl"
         if not path.is_file():
             names = sorted(file.stem for file in self._place.glob("*.jsonl"))
-            kept = f"{', '.join(names[:1] + names[1:][-1:])}; mtgrpo show {quote(str(self.folder))} shows the newest"
+            steps = [one for one in names if one.startswith("step_")] if name.startswith("step_") else []
+            few = " to ".join(steps[:1] + steps[1:][-1:]) or ", ".join(names[:1] + names[1:][-1:])
+            kept = f"{few}; mtgrpo show {quote(str(self.folder))} shows the newest"
             raise ConfigError(f"{self.folder} has kept no {name}; it has {kept if names else 'none'}")
         return path
 

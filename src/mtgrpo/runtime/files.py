@@ -117,7 +117,7 @@ def refuse_other_format(path: Path, first: bytes) -> None:
     """Raise ConfigError, by the first line of a file, where it is none of lines of JSON."""
     if path.suffix == ".csv":
         program = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
-        names = f"< {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
+        names = f"< {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.csv.jsonl')))}"
         raise ConfigError(f'{path} is no JSON: python -c "{program}" {names}')
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
         cure = f"iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mtgrpo.config.experiment import Experiment, TrainerSettings
+from mtgrpo.config.experiment import LATEST, Experiment, TrainerSettings
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.messages import spoken
 from mtgrpo.model import smollm2
@@ -79,14 +79,19 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     folder: of a run that may go on there.
     """
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    plan, own = _planned(command, composed.experiment), untried(composed.experiment, command in ("train", "sft"))
-    notes = composed.experiment.notes if command == "train" else []
-    lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
     found = begun_from(composed.experiment, folder, verify=False) if command in ("train", "sft") else None
+    plan = _planned(command, composed.experiment, found.state if found else {})
+    own = untried(composed.experiment, command in ("train", "sft"))
+    notes = composed.experiment.notes if command == "train" else []
+    noted = " that stops a run (see the notes above)" * composed.noted
+    lines = [f"no fault found{noted}, and nothing was run{own}; a run would be {plan}", *notes, choices]
     if found:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
         over = ": no step is left" * (command == "train" and 0 < composed.experiment.trainer.steps <= found.step)
+        if composed.experiment.resume == LATEST and folder:
+            newest = newest_of(folder) or found.path
+            over += "; its checksums were not looked at" + f", {newest.name} is damaged" * (newest != found.path)
         lines += [f"it would go on from {found.path}, after step {found.step}{over}", *told_of(found, now)]
     elif composed.experiment.resume and command in ("train", "sft") and not (folder and newest_of(folder)):
         lines.append(f"there is no checkpoint in {folder} yet: it would begin at the start")
@@ -146,11 +151,12 @@ def forecast(experiment: Experiment, launch: Launch, gpus: int, device_bytes: in
         return [placement.describe(parallel), f"memory: not planned, for {error}"]
 
 
-def _planned(command: str, experiment: Experiment) -> str:
-    """What a run of `command` would sample and train, on a line."""
+def _planned(command: str, experiment: Experiment, begun: Mapping[str, Any]) -> str:
+    """What a run of `command` would sample and train, on a line. begun: the state from which it goes on."""
     rollout, sft, measured, asked = experiment.rollout, experiment.sft, experiment.eval, experiment.collect
     limits = [f"{name}={limit:g}" for name in LIMITS if (limit := getattr(experiment.trainer, name))]
-    warm_start = f"{sft.steps:,} steps of {sft.batch_size} demonstrations"
+    left = 0 if "stream" in begun else max(0, sft.steps - begun.get("sft", {"step": 0})["step"])
+    warm_start = f"{left:,} steps of {sft.batch_size} demonstrations"
     evaluation = f"at most {measured.tasks:,} held-out tasks x {measured.samples} conversations, and a greedy one each"
     training = (
         f"steps of {rollout.prompts_per_step} tasks x {rollout.group_size} conversations up to trainer."
@@ -158,7 +164,7 @@ def _planned(command: str, experiment: Experiment) -> str:
     )
     plans = {
         "sft": warm_start,
-        "train": f"{warm_start}, then {training}" if sft.steps else training,
+        "train": f"{warm_start}, then {training}" if left else training,
         "eval": evaluation,
         "collect": f"{asked.tasks:,} tasks x {asked.samples} conversations",
     }

@@ -41,7 +41,7 @@ from mtgrpo.stages.trial import (
 )
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, newest_of, read_checkpoint
+from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, find_steps, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,11 +123,13 @@ def _without_effect(reward: Reward) -> list[str]:
 
 def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True) -> Checkpoint | None:
     """The checkpoint with which the run in `folder` goes on; None = none. verify: one that is named. ConfigError."""
-    found = read_checkpoint(Path(experiment.resume), verify) if experiment.resume not in ("", LATEST) else None
-    newest = newest_of(folder) if folder and experiment.resume == LATEST else None
-    with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
-        found = read_checkpoint(newest, verify=False) if newest else found
-    return found
+    if experiment.resume != LATEST:
+        return read_checkpoint(Path(experiment.resume), verify) if experiment.resume else None
+    steps = find_steps(folder / "checkpoints") if folder else {}
+    for step in sorted(steps, reverse=True):
+        with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
+            return read_checkpoint(steps[step], verify=False)
+    return None
 
 
 def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:

@@ -28,7 +28,7 @@ from mtgrpo.stages.metrics import describe, describe_failures, share_that_varies
 from mtgrpo.stages.resume import differences, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
-from mtgrpo.types import COLLECTING, EVALUATION, Group, Task
+from mtgrpo.types import COLLECTING, EVALUATION, Group, Status, Task
 
 _SHARE = 8  # beside training, an evaluation has one of so many conversations
 Play = Callable[[RolloutRunner, Task, int], Coroutine[Any, Any, Group]]  # so many samples of a task
@@ -173,6 +173,9 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
             f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
             f"{reward.success_at:g}"
         )
+    cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
+    if cut and not any(t.succeeded(reward.success_at) for t in valid):
+        notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {', '.join(cut)} higher")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
 
 

@@ -174,7 +174,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     if not first:
         raise ConfigError(without_demonstrations(source))
     if not _begins(environment):
-        return notes
+        return notes + _cut(experiment, first, chat)
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
     for number, (task, messages) in enumerate(first[:FEW]):
         try:
@@ -197,6 +197,8 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             if late or not extension.of_own_code(cause) or (failed and isinstance(cause, OSError)):  # out of reach
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
+            if isinstance(cause, KeyError) and {"said"} <= task.metadata.keys() <= {"messages", "said", "tools"}:
+                why += "; its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories"
             sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
             if sure or not failed:
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
@@ -207,7 +209,8 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
             f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
             f"from: raise batch.token_budget or environment.max_context_length above {room}"
         )
-    return notes + told[:1] + await _paid(experiment, [_conversation(*each) for each in first])
+    notes += [*told[:1], *_cut(experiment, first, chat)]
+    return notes + await _paid(experiment, [_conversation(*each) for each in first])
 
 
 def without_demonstrations(source: TaskSource) -> str:
@@ -215,6 +218,17 @@ def without_demonstrations(source: TaskSource) -> str:
     name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
     cure = cure if is_ours(source) else f"let {name}.demonstration return messages, or set sft.steps=0"
     return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
+
+
+def _cut(experiment: Experiment, shown: Sequence[tuple[Task, Sequence[Message]]], chat: Chat) -> list[str]:
+    """What to say where turns of demonstrations have more tokens than the policy may sample."""
+    most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
+    for task, messages in shown:
+        said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
+        lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
+    (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
+    told = f"of {len(shown)} demonstrations {count} have turns longer than sampling.max_new_tokens={most}, as {name}"
+    return [f"{told}: what imitates them is cut, which is no success; set it to {longest} or higher"] if count else []
 
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:
@@ -230,10 +244,15 @@ def _lacking(task: Task, messages: Sequence[Message]) -> str:
 
 
 async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
-    """What to say where a reward of somebody's own takes no demonstration for a success, or an empty answer for one."""
+    """What to say where the reward takes no demonstration for a success, or one of somebody's own an empty answer."""
     reward, name = experiment.reward, type(experiment.reward).__name__
-    if all_ours(reward) or not reward.works_unopened or experiment.sft.demonstrations or experiment.agent.active:
+    if not reward.works_unopened or experiment.agent.active:
         return []
+    if reward.looks_for and not any(map(reward.answer, shown)):
+        return [f"none of {len(shown)} demonstrations has an answer where it is looked for: {reward.looks_for}"]
+    own = not (all_ours(reward) or experiment.sft.demonstrations)
+    if not own:  # a row may have no answer
+        shown = [one for one in shown if one.task.answer and reward.compares and not reward.parts]
     async with _left_to_the_run():
         paid = list[float]()
         for one in shown:
@@ -243,7 +262,7 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
         if paid and max(paid) < reward.success_at:
             least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
             return [f"reward {name} pays the first {len(paid)} demonstrations at most {max(paid):g}, {least}"]
-        for one in shown[:1]:
+        for one in shown[:1] if own else ():
             (empty,) = await scores(reward, [_conversation(one.task, [Message("assistant", "")])])
             if isinstance(empty, Score) and empty.total >= reward.success_at:
                 return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]

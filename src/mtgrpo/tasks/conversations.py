@@ -12,6 +12,8 @@ from mtgrpo.tasks.rows import JsonlRows, Row, Rows, cell, columns_of
 from mtgrpo.types import Message, Task
 
 _SAID = "said"
+# Columns that `mtgrpo collect` writes in some rows alone.
+_AT_TIMES = ("components", "turn_rewards", "outages", "output", "counts", "retried", "untrained", "calls", "times")
 
 
 @dataclass
@@ -39,7 +41,8 @@ class Conversations(FileSource):
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         if not first:
             raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
-        task = super().task(rows, number, {**row, self.columns.prompt: values[:first]})
+        kept = {name: value for name, value in row.items() if "turns" not in row or name not in _AT_TIMES}
+        task = super().task(rows, number, {**kept, self.columns.prompt: values[:first]})
         own: Any = task.metadata.get("metadata")  # of the task that was collected
         collected = cast("Row", own) if isinstance(own, Mapping) else {}
         return replace(task, metadata={**task.metadata, **collected, _SAID: messages[first:]})

@@ -133,9 +133,11 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
         if not (self.val_files or (split is Split.train and not self.eval_fraction)):
             chosen = rows.divided(split, self.columns.id, self.eval_fraction)
         if not chosen:
-            cure = f"all {len(rows)} rows fall to the other split; set task.val_files, or another task.eval_fraction"
-            if not len(rows):
-                cure = f"{' and '.join(map(str, files))} holds no rows; fill it, or name another file"
+            cure = f"{' and '.join(map(str, files))} holds no rows; fill it, or name another file"
+            if len(rows):
+                known = self._checked(rows, files)
+                told = [*known, "set task.val_files" if known else "set task.val_files, or another task.eval_fraction"]
+                cure = f"all {len(rows)} rows fall to the other split; {'; '.join(told)}"
             options = f"{self._given} {self._given_held_out} task.eval_fraction={self.eval_fraction}"
             raise ConfigError(f"no rows for split {split.value}: {options}: {cure}")
         skips = self.bad_rows is BadRows.skip

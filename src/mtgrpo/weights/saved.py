@@ -45,14 +45,14 @@ def find_newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
             aside = by_step[step].with_name(f"damaged_step_{step:06d}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(by_step[step], aside)
-            note(f"{error}; it is now {aside.name}, and the one before it is taken")
+            note(f"{str(error).partition('; use another')[0]}; it is now {aside.name}, and the one before it is taken")
     if by_step:
         raise ConfigError(f"every checkpoint in {folder / 'checkpoints'} is damaged: begin anew in another folder")
     return None
 
 
 def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
-    """Checkpoint `path`, every file of which, where it is to `verify`, has its size and SHA-256.
+    """Checkpoint `path`, every file of which has its size and, where it is to `verify`, its SHA-256.
 
     Raises ConfigError that names the first file which is missing or damaged.
     """
@@ -72,7 +72,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         raise _damage(path / STATE, "it cannot be read") from error
     if digest != digest_of(content):
         raise _damage(path / STATE, "its checksum differs")
-    for name, (size, checksum) in files.items() if verify else ():
+    for name, (size, checksum) in files.items():
         file = path / name
         if Path(name).name != name:
             raise _damage(path / STATE, f"it names the file {name!r}, which is not in its folder")
@@ -81,7 +81,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         try:
             if file.stat().st_size != size:
                 raise _damage(file, f"it has {file.stat().st_size} bytes instead of {size}")
-            if sha256_of(file) != checksum:
+            if verify and sha256_of(file) != checksum:
                 raise _damage(file, "its checksum differs")
         except OSError as error:
             raise _damage(file, f"it cannot be read ({error})") from error
