@@ -65,7 +65,7 @@ def whole_rows(rows: int) -> Iterator[None]:
     """Tiles of `rows` rows of the whole vocabulary, one of them kept; 0 = the tiles as they are."""
     before = logprobs.ROWS, logprobs.TILE_BYTES, logprobs.KEPT_BYTES
     if rows:
-        logprobs.ROWS, logprobs.TILE_BYTES, logprobs.KEPT_BYTES = rows, {"cpu": 2**40}, 0
+        logprobs.ROWS, logprobs.TILE_BYTES, logprobs.KEPT_BYTES = rows, dict.fromkeys(before[1], 2**40), 0
     yield
     logprobs.ROWS, logprobs.TILE_BYTES, logprobs.KEPT_BYTES = before
 

@@ -130,7 +130,7 @@ class BatchPlanner:
         table = np.concatenate([build.table, build.table[:1].repeat(flat.padding, axis=0)])
         absent = table < 0
         advances = len(decoding) == len(rows)
-        self._last = BatchPlan(
+        plan = BatchPlan(
             ids=self.put(np.pad(flat.ids, (0, flat.padding))),
             positions=self.put(np.pad(flat.positions, (0, flat.padding))),
             last=self.put(flat.last_of(rows)),
@@ -144,7 +144,8 @@ class BatchPlanner:
             ends=self.put(build.table[np.arange(len(decoding)), flat.block_counts[: len(decoding)] - 1]),
             filled=self.put((flat.lengths[: len(decoding)] - 1) % BLOCK_SIZE + 1),
         )
-        return self._last
+        self._last = plan if advances else None
+        return plan
 
     def _writes(self, flat: FlatRows, own: int) -> list[tuple[BlockPool, slice, Tensor]]:
         """Where keys go: the first `own` tokens are those of conversations, the others those of prefixes."""

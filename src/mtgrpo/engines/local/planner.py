@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from ctypes import CDLL
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -41,8 +40,8 @@ def choose_planner(model: PreTrainedModel, kv_cache: KVCache, compiled: bool) ->
 
 
 def _triton_planner(kv_cache: KVCache, device: torch.device, dtype: torch.dtype) -> Planner:
-    if find_spec("triton") is None:
-        raise NoKernelsError("the package triton is not installed")
-    from mtgrpo.engines.local.triton_kernels import TritonPlanner  # noqa: PLC0415  a GPU's torch alone brings Triton
-
+    try:
+        from mtgrpo.engines.local.triton_kernels import TritonPlanner  # noqa: PLC0415  a GPU's torch brings Triton
+    except ImportError as error:
+        raise NoKernelsError(f"Triton cannot be used: {error}") from error
     return TritonPlanner(kv_cache, device, dtype)

@@ -24,10 +24,11 @@ from mtgrpo.engines.local.kv_cache import KVCache, SharedPrefix
 from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, KernelPlan, Row
 
 PLACES = tl.constexpr(32)  # of a context that are computed at once; blocks hold a multiple
+COLUMNS = tl.constexpr(8)  # of the table: six, and as many bytes as Triton counts as aligned
 LEAST_QUERIES = 16  # in a matrix product
 PROGRAMS = 1024  # of one launch; with fewer contexts are divided
 MOST_PARTS = 16
-LEAST_PART = 128  # tokens
+LEAST_PART = 32  # tokens
 ACTIVATED = 1024  # numbers of one program
 
 
@@ -39,7 +40,7 @@ class TritonPlan(KernelPlan):
     ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
     last: Tensor  # [rows]
-    table: Tensor  # [rows, 6] int32: where its blocks begin, their tokens, the same of its prefix, new token, position
+    table: Tensor  # [rows, 8] int32: where its blocks begin, their tokens, the same of its prefix, new token, position
     blocks: Tensor  # int32
     parts: int  # into which each context is divided
 
@@ -100,7 +101,9 @@ class TritonPlanner:
     library = None  # of compiled kernels, for sampling
 
     def __init__(self, kv_cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises NoKernelsError where Triton cannot compile."""
+        """Raises NoKernelsError where Triton cannot compile, and for heads that have no two halves."""
+        if kv_cache.own.size % 2:
+            raise NoKernelsError(f"heads of {kv_cache.own.size} numbers")
         self._kv_cache, self._device = kv_cache, device
         self._others = BatchPlanner(kv_cache, device, dtype)
         one = torch.ones(1, LEAST_QUERIES, device=device)
@@ -123,10 +126,10 @@ class TritonPlanner:
                 begins[prefix] = len(blocks)
                 blocks += prefix.blocks
             shared = (begins[prefix], len(prefix.tokens)) if prefix else (0, 0)
-            numbers.append((begin, len(table.tokens), *shared, row.tokens[0], table.end - 1))
+            numbers.append((begin, len(table.tokens), *shared, row.tokens[0], table.end - 1, 0, 0))
         flat = np.concatenate([np.array(numbers, np.int32).ravel(), np.array(blocks, np.int32)])
         put = torch.from_numpy(flat).to(self._device)  # at once: each copy takes the host as long as a kernel
-        table = put[: 6 * len(rows)].view(len(rows), 6)
+        table = put[: 8 * len(rows)].view(len(rows), 8)
         longest = max(number[1] + number[3] for number in numbers)
         parts = min(PROGRAMS // (len(rows) * self._kv_cache.own.heads), longest // LEAST_PART, MOST_PARTS)
         return TritonPlan(
@@ -135,7 +138,7 @@ class TritonPlanner:
             positions=table[:, 5].long(),
             last=torch.arange(len(rows), device=self._device),
             table=table,
-            blocks=put[6 * len(rows) :],
+            blocks=put[8 * len(rows) :],
             parts=1 << max(parts, 1).bit_length() - 1,  # a power of two: each number is compiled
         )
 
@@ -201,8 +204,8 @@ def _turn_and_write(
             high = second * tl.load(cosine + angle + SIZE // 2, mask=inside, other=0.0)
             second = high + first * tl.load(sine + angle + SIZE // 2, mask=inside, other=0.0)
             first = low
-    place = tl.load(table + row * 6 + 1) - 1
-    block = tl.load(blocks + tl.load(table + row * 6) + place // LENGTH).to(tl.int64)
+    place = tl.load(table + row * COLUMNS + 1) - 1
+    block = tl.load(blocks + tl.load(table + row * COLUMNS) + place // LENGTH).to(tl.int64)
     if head < HEADS:
         target = turned + (row * HEADS + head) * SIZE
     elif head < HEADS + GROUPS:
@@ -253,8 +256,8 @@ def _attend(
     inside = (member < EACH)[:, None] & (at < SIZE)[None, :]
     place = (row * HEADS + group * EACH + member)[:, None] * SIZE + at[None, :]
     query = tl.load(queries + place, mask=inside, other=0.0)
-    own_blocks, length = blocks + tl.load(table + row * 6), tl.load(table + row * 6 + 1)
-    shared_blocks, shared = blocks + tl.load(table + row * 6 + 2), tl.load(table + row * 6 + 3)
+    own_blocks, length = blocks + tl.load(table + row * COLUMNS), tl.load(table + row * COLUMNS + 1)
+    shared_blocks, shared = blocks + tl.load(table + row * COLUMNS + 2), tl.load(table + row * COLUMNS + 3)
     prefix_pieces = tl.cdiv(shared, PLACES)
     pieces = prefix_pieces + tl.cdiv(length, PLACES)
     each = tl.cdiv(pieces, PARTS)
