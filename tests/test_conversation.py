@@ -22,7 +22,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.rewards import Reward
@@ -387,6 +387,36 @@ def test_a_failing_sibling_does_not_disturb_the_others(culprit: str, tmp_path: P
     assert "OSError: no answer" in failed.reason
     assert [t.final for t in group.trajectories] == ["#### 0", "#### 1", "#### 3"]
     assert {(t.status, t.reward, t.attempts) for t in group.trajectories} == {(Status.COMPLETED, 2.0, 1)}
+
+
+@dataclass
+class Unreadable(Talk):
+    async def step(self, message: Message) -> Reply:
+        raise PolicyError("no move")
+
+
+def test_what_an_environment_cannot_read_is_no_failure() -> None:
+    (trajectory,) = asyncio.run(make_runner(ScriptedEngine(chatter), Unreadable()).run_group(TASK, 1)).trajectories
+    assert (trajectory.status, trajectory.reason, trajectory.attempts) == (Status.TRUNCATED, "policy_error", 1)
+    assert (len(trajectory.turns), trajectory.reward) == (1, 1.0)
+
+
+def test_a_template_that_refuses_what_the_policy_said_ends_its_conversation_alone() -> None:
+    class Strict(Forgetful):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open = self.strictly
+
+        def strictly(self, messages: Sequence[Message], tools: Any) -> list[int]:
+            if len(messages) > 1:
+                raise ConfigError("roles must alternate")
+            return chat().open(messages, tools)
+
+    trajectory, _ = played([said("a")], Talk(), with_chat=Strict())
+    assert (trajectory.status, trajectory.reason, len(trajectory.turns)) == (Status.TRUNCATED, "chat_template", 1)
+    shown = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
+    with pytest.raises(ConfigError, match="the chat template refuses"):
+        asyncio.run(demonstrate(TASK, Opening(TASK.messages), shown, Strict()))
 
 
 def test_a_wrong_configuration_is_not_a_failure() -> None:

@@ -10,7 +10,7 @@ from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError, meant
+from mtgrpo.errors import REFUSED, ConfigError, meant
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
@@ -63,14 +63,25 @@ async def demonstrate(
 
     Contexts are condensed as in a rollout with the same two limits, if at all. Messages of the assistant whose name is
     "summary" answer a condenser that asks, and are left out where none does. Raises ConfigError where one asks and
-    there is none.
+    there is none, and as `unrefused`.
     """
     condenser = condenser or Whole()
     left = [message for message in messages if condenser.active or message.name != SUMMARY]
     script = _Script(task, left, chat, condenser)
     limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
+    shown = await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
+    return unrefused(shown)
+
+
+def unrefused(shown: Trajectory) -> Trajectory:
+    """What was written and not sampled. Raises ConfigError where the chat template refuses it."""
+    if shown.reason == REFUSED:
+        raise ConfigError(
+            f"the chat template refuses how the conversation about task {shown.task.id} goes on; choose another one "
+            "with chat.template=chatml or chat.template=PATH"
+        )
+    return shown
 
 
 class _Script(Condenser):

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
 from mtgrpo.config.run_record import MEASURED
-from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, RunError
 from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table
 from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
@@ -174,6 +174,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
             f"{reward.success_at:g}"
         )
     cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
+    cut -= Counter({POLICY_ERROR: len(valid), REFUSED: len(valid)})  # which are no limits
     if cut and not any(t.succeeded(reward.success_at) for t in valid):
         notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {', '.join(cut)} higher")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
