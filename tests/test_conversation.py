@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages.sft import demonstrations
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.types import Finish, Group, Limits, Message, Sample, Sampling, Status, Task, Trajectory
@@ -573,6 +575,35 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
         assert [shown.context(index) for index in range(len(shown.turns))] == [context for _, context in engine.asked]
         lengths.add(len(shown.turns))
     assert lengths >= {1, 3, 4, 5}
+
+
+def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_not_end() -> None:
+    tasks = IndexedStream(9, lambda index: Task(str(index), TASK.messages), seed=0, repeat=False)
+    spoken, more = Message("assistant", "a"), Message("user", "more")
+    tries, notes, found = Counter[str](), list[str](), list[Trajectory]()
+
+    class Shown(Calculator):
+        def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+            return (spoken, spoken, more, spoken) if task.id == "3" else (spoken, more, spoken)
+
+    class Flaky(Talk):
+        async def start(self, task: Task) -> Opening:
+            tries[task.id] += 1
+            if task.id == "4" or (task.id == "5" and tries[task.id] == 1):
+                raise OSError("the shop is closed")
+            return await super().start(task)
+
+    async def take() -> None:
+        runner = make_runner(ScriptedEngine(chatter), Flaky(), retries=1)
+        async for example in demonstrations(Shown(), tasks, runner, 0, notes.append):
+            found.append(example)
+
+    with pytest.raises(ConfigError, match="the stream of training tasks has ended"):
+        asyncio.run(take())
+    assert sorted(example.task.id for example in found) == list("0125678")
+    assert {len(example.turns) for example in found} == {2} and [tries[name] for name in "3456"] == [1, 2, 2, 1]
+    (note,) = notes
+    assert note.startswith("demonstrations that cannot be laid out are left out; that of task ")
 
 
 @pytest.mark.parametrize(
