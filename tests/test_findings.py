@@ -432,6 +432,24 @@ def test_tasks_of_one_id_are_collected_with_random_numbers_of_their_own(base: Pa
     assert len(said) == 2 and said[0] != said[1]
 
 
+async def test_an_engine_that_breaks_ends_a_collection_and_what_failed_is_told(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, played = RolloutRunner._attempt, itertools.count()
+
+    async def breaking(runner: RolloutRunner, task: Task, *which: int) -> Trajectory:
+        if (number := next(played)) in (1, *range(4, 8)):
+            return Trajectory(task, status=Status.FAILED, reason=f"no {number}")
+        return await real(runner, task, *which)
+
+    monkeypatch.setattr(RolloutRunner, "_attempt", breaking)
+    words = ("collect.tasks=6", "collect.samples=2", "rollout.prompts_per_step=2", "rollout.retries=0")
+    with pytest.raises(AllFailedError, match="every conversation of tasks 3 to 4 failed, by no 4"):
+        await run_collection(preset("calculator", *SMALL, *words, f"model.name={base / 'model'}"), tmp_path)
+    assert len((tmp_path / "collected.jsonl").read_text().splitlines()) == 3
+    assert "1 of 4 conversations failed, the first because of no 1" in (tmp_path / "notes.txt").read_text()
+
+
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=2", "collect.successes=true", f"model.name={base / 'model'}")
     asyncio.run(run_collection(preset("calculator", *SMALL, *words), tmp_path))

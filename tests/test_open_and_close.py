@@ -97,6 +97,22 @@ def test_what_is_opened_is_closed_however_the_run_ends(
     assert all(f"Counted{part} is open" in notes for part in PARTS - {"Sink"})
 
 
+def test_the_handlers_of_signals_are_set_back() -> None:
+    async def run() -> None:
+        with _ended_by_signals():
+            assert signal.getsignal(signal.SIGTERM) is not mine
+
+    def mine(number: int, frame: Any) -> None: ...
+
+    before = {number: signal.signal(number, mine) for number in ENDING}
+    try:
+        asyncio.run(run())
+        assert all(signal.getsignal(number) is mine for number in ENDING)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_dry_run_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran(tmp_path, "", "--dry-run", patch=monkeypatch) == (0, Counter())
     assert not (tmp_path / "run").exists()

@@ -588,7 +588,7 @@ def test_a_demonstration_that_would_end_within_is_refused(run: Run, place: Path)
     said = [{"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "#### 1"}]
     Path("said.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, *said]}) + "\n")
     code, _, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
-    assert code == 2 and "task said/1 has two messages of the assistant in a row, of which the first would end it" in err
+    assert code == 2 and "of task said/1 has two messages of the assistant in a row, of which" in err
 
 
 def test_a_demonstration_without_its_return_is_refused(run: Run, place: Path) -> None:

@@ -257,7 +257,7 @@ def _checked(
         experiment = replace(experiment, resume="")
     with refuse_unreadable():
         try:
-            notes = check(experiment, offline, command not in MEASURES, folder)
+            notes = check(experiment, offline, command not in MEASURES, folder, command == "sft")
         except Exception as error:
             if isinstance(error, OSError | ConfigError) or not of_own_code(error):
                 raise
