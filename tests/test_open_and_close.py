@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from mtgrpo.errors import EngineError
 from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Score, opened, scores
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.run import open_parts
+from mtgrpo.stages.run import ENDING, _ended_by_signals, open_parts
 from mtgrpo.types import Completion, Finish, Message, Status, Task, Trajectory, Turn
 from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner, said
