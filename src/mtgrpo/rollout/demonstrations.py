@@ -130,10 +130,10 @@ class Scripted(Environment):
         return self._opening
 
     async def step(self, message: Message) -> Reply:
-        """Raises TaskError where the assistant goes on with nothing between."""
+        """Raises TaskError where the assistant goes on with nothing between, after what would end the conversation."""
         answers = tuple(takewhile(lambda answer: answer.role != "assistant", self._messages))
         del self._messages[: len(answers)]
-        if not answers and any(left.name != SUMMARY for left in self._messages):
+        if not (answers or message.tool_calls) and any(left.name != SUMMARY for left in self._messages):
             told = f"the demonstration of task {self._name} has two messages of the assistant in a row"
             raise TaskError(f"{told}, of which the first would end it: put them into one")
         return Reply(answers, done=not answers or not self._messages)
