@@ -41,7 +41,7 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages import checks, trainer
 from mtgrpo.stages import evaluate as evaluation
 from mtgrpo.stages.budget import described
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.checks import check, refuse_other_steps
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.resume import NO_MEASURE, differences, told_of
 from mtgrpo.stages.saving import Saver
@@ -504,11 +504,12 @@ def test_the_warm_start_alone_goes_on(tmp_path: Path, unbroken: Path) -> None:
         learned(tmp_path / "run")
     assert learned(tmp_path / "run", "resume=true") == expected
     again = compose(parse([*SMALL, "resume=true"])).experiment
-    check(again, folder=tmp_path / "run", alone=True)
+    refuse_other_steps(again, tmp_path / "run", alone=True)
+    refuse_other_steps(again, unbroken)
     with pytest.raises(ConfigError, match=r"run is the folder of a warm start: this needs .*resume=.*step_"):
-        check(again, folder=tmp_path / "run")
+        refuse_other_steps(again, tmp_path / "run")
     with pytest.raises(ConfigError, match="is the folder of a run that trains: this needs another"):
-        check(again, folder=unbroken, alone=True)
+        refuse_other_steps(again, unbroken, alone=True)
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

@@ -50,25 +50,17 @@ T = TypeVar("T")
 EVAL_SEED = 0  # the held-out tasks are the same in every run
 
 
-def check(
-    experiment: Experiment,
-    spared: bool = False,
-    trains: bool = True,
-    folder: Path | None = None,
-    alone: bool = False,
-) -> list[str]:
+def check(experiment: Experiment, spared: bool = False, trains: bool = True, folder: Path | None = None) -> list[str]:
     """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded.
 
     Returns what the user should know of the tasks, and, where hubs are `spared`, what was not checked for that. What
-    `trains` needs demonstrations for its warm start. folder: of the run, in which it may go on. alone: without
-    reinforcement learning.
+    `trains` needs demonstrations for its warm start. folder: of the run, in which it may go on.
     """
     chosen(experiment.log)
     if not (is_ours(experiment.advantage) and is_ours(experiment.algorithm)):
         try_out(experiment.advantage, experiment.algorithm)
     begun = begun_from(experiment, folder)
     if begun:
-        _refuse_other_steps(experiment, begun, alone)
         _refuse_other_training(experiment, begun)
     notes = _without_effect(experiment.reward)
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
@@ -140,10 +132,13 @@ def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True)
     return None
 
 
-def _refuse_other_steps(experiment: Experiment, found: Checkpoint, alone: bool) -> None:
-    """Raise ConfigError where a run would go on in a folder whose checkpoints count other steps than its own would."""
-    counted = found.step > 0 and "stream" not in found.state
-    if experiment.resume == LATEST and counted is not alone:
+def refuse_other_steps(experiment: Experiment, folder: Path | None, alone: bool = False) -> None:
+    """Raise ConfigError where a run would go on in a `folder` whose checkpoints count other steps than its own would.
+
+    alone: it is a warm start.
+    """
+    found = begun_from(experiment, folder) if experiment.resume == LATEST else None
+    if found and (counted := found.step > 0 and "stream" not in found.state) is not alone:
         what = ("a run that trains", "a warm start")[counted]
         cure = "another, as hydra.run.dir=PATH" + f", and resume={found.path} to go on from there" * counted
         raise ConfigError(f"{found.path.parent.parent} is the folder of {what}: this needs {cure}")

@@ -141,12 +141,11 @@ async def demonstrations(
 async def _laid_out(task: Task, messages: Sequence[Message], runner: RolloutRunner) -> Trajectory | Exception:
     """As in a rollout, tried as often and for as long; or what went wrong in the end."""
     contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
-    failure: Exception = TimeoutError(f"it took longer than rollout.timeout_s={runner.timeout_s}")
-    late, most_s = failure, runner.timeout_s or None
+    work = functools.partial(laid_out, task, messages, runner.environment, runner.chat, *contexts)
+    failure: Exception = (late := TimeoutError(f"it took longer than rollout.timeout_s={runner.timeout_s}"))
     for _ in range(runner.retries + 1):
         try:
-            work = functools.partial(laid_out, task, messages, runner.environment, runner.chat, *contexts)
-            return await run_isolated(work, most_s, late, grace_s=2 * STOP_S)
+            return await run_isolated(work, runner.timeout_s or None, late, grace_s=2 * STOP_S)
         except TaskError as error:
             return error
         except ConfigError:
