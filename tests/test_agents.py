@@ -295,6 +295,10 @@ def solve(task, address):
         1,
     )
     assert trajectory.counts["overflow"] == 1
+    code = "def solve(task, address):\n    ask(address)\n    raise mtgrpo.errors.PolicyError('no move')\n"
+    (tmp_path / "d").mkdir()
+    trajectory = one(Python(function=written(tmp_path / "d", f"import mtgrpo.errors\n{code}")), tmp_path)
+    assert (trajectory.status, trajectory.reason, len(trajectory.turns)) == (Status.TRUNCATED, "policy_error", 1)
 
 
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"])

@@ -31,6 +31,7 @@ from mtgrpo.rewards.composed import Composed
 from mtgrpo.stages.api import Scored
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.weights.checkpoint import ModelSnapshot, write
 from scripted import ScriptedEngine
 from test_conversation import CALL, chat, make_runner, said, tokenizer
 
@@ -122,6 +123,13 @@ async def test_a_run_from_python_is_refused_before_it_computes(tmp_path: Path) -
     ):
         with pytest.raises(ConfigError, match=refusal):
             await mtgrpo.train(experiment, tmp_path)
+
+
+async def test_what_goes_on_from_python_is_checked_against_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "versions.json").write_text("{}")
+    write(tmp_path, 3, ModelSnapshot(load_model(ModelSettings("tiny"), seed=0), {}), {"sft": {"step": 3}}, {}, 0, [])
+    with pytest.raises(ConfigError, match="is the folder of a warm start"):
+        await mtgrpo.train(mtgrpo.preset("calculator_from_scratch", "resume=true"), tmp_path)
 
 
 def test_a_turn_may_differ_from_another() -> None:

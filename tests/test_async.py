@@ -219,6 +219,18 @@ def test_the_trainer_does_not_wait_for_a_slow_task_that_is_not_due() -> None:
     assert beside <= waiting - 12
 
 
+def test_a_stream_of_tasks_that_ends_is_refused() -> None:
+    tasks = IndexedStream(3, lambda index: Task(str(index), ()), seed=0, repeat=False)
+    stream = Stream(cast(Any, Napper([0.0] * 3)), tasks, RolloutSettings(prompts_per_step=2))
+
+    async def batches() -> None:
+        await stream.batch(0)
+        await stream.batch(1)
+
+    with pytest.raises(ConfigError, match="the stream of training tasks has ended"):
+        in_jumping_time(batches())
+
+
 def test_what_goes_wrong_in_a_group_is_raised_at_once() -> None:
     class Broken(Napper):
         async def run_group(self, task: Task, size: int, extra: int) -> Group:

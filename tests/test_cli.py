@@ -1030,6 +1030,11 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
     code, _, err = run("train", *SMALL, "resume=there/checkpoints", "hydra.run.dir=another")
     assert code == 2 and "its newest is there/checkpoints/step_000002" in err
     assert run("eval", "checkpoint=there/checkpoints", "--dry-run")[0] == 0
+    code, _, err = run("sft", *words, "--dry-run")
+    assert (code, err) == (
+        2,
+        "mtgrpo: there is the folder of a run that trains: this needs another, as hydra.run.dir=PATH\n",
+    )
     (place / "there" / "checkpoints" / "step_000002" / "model.safetensors").write_bytes(b"")
     out = run("train", *words, "--dry-run")[1]
     assert f"there/checkpoints/step_000001, after step 1: no step is left{unread}, step_000002 is damaged\n" in out

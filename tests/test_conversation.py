@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.rewards import Reward
@@ -31,6 +32,7 @@ from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages.sft import demonstrations
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.types import Finish, Group, Limits, Message, Sample, Sampling, Status, Task, Trajectory
@@ -389,6 +391,36 @@ def test_a_failing_sibling_does_not_disturb_the_others(culprit: str, tmp_path: P
     assert {(t.status, t.reward, t.attempts) for t in group.trajectories} == {(Status.COMPLETED, 2.0, 1)}
 
 
+@dataclass
+class Unreadable(Talk):
+    async def step(self, message: Message) -> Reply:
+        raise PolicyError("no move")
+
+
+def test_what_an_environment_cannot_read_is_no_failure() -> None:
+    (trajectory,) = asyncio.run(make_runner(ScriptedEngine(chatter), Unreadable()).run_group(TASK, 1)).trajectories
+    assert (trajectory.status, trajectory.reason, trajectory.attempts) == (Status.TRUNCATED, "policy_error", 1)
+    assert (len(trajectory.turns), trajectory.reward) == (1, 1.0)
+
+
+def test_a_template_that_refuses_what_the_policy_said_ends_its_conversation_alone() -> None:
+    class Strict(Forgetful):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open = self.strictly
+
+        def strictly(self, messages: Sequence[Message], tools: Any) -> list[int]:
+            if len(messages) > 1:
+                raise ConfigError("roles must alternate")
+            return chat().open(messages, tools)
+
+    trajectory, _ = played([said("a")], Talk(), with_chat=Strict())
+    assert (trajectory.status, trajectory.reason, len(trajectory.turns)) == (Status.TRUNCATED, "chat_template", 1)
+    shown = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
+    with pytest.raises(ConfigError, match="the chat template refuses"):
+        asyncio.run(demonstrate(TASK, Opening(TASK.messages), shown, Strict()))
+
+
 def test_a_wrong_configuration_is_not_a_failure() -> None:
     def script(key: Key, turn: int) -> list[int]:
         raise ConfigError("no such thing")
@@ -543,6 +575,35 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
         assert [shown.context(index) for index in range(len(shown.turns))] == [context for _, context in engine.asked]
         lengths.add(len(shown.turns))
     assert lengths >= {1, 3, 4, 5}
+
+
+def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_not_end() -> None:
+    tasks = IndexedStream(9, lambda index: Task(str(index), TASK.messages), seed=0, repeat=False)
+    spoken, more = Message("assistant", "a"), Message("user", "more")
+    tries, notes, found = Counter[str](), list[str](), list[Trajectory]()
+
+    class Shown(Calculator):
+        def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+            return (spoken, spoken, more, spoken) if task.id == "3" else (spoken, more, spoken)
+
+    class Flaky(Talk):
+        async def start(self, task: Task) -> Opening:
+            tries[task.id] += 1
+            if task.id == "4" or (task.id == "5" and tries[task.id] == 1):
+                raise OSError("the shop is closed")
+            return await super().start(task)
+
+    async def take() -> None:
+        runner = make_runner(ScriptedEngine(chatter), Flaky(), retries=1)
+        async for example in demonstrations(Shown(), tasks, runner, 0, notes.append):
+            found.append(example)
+
+    with pytest.raises(ConfigError, match="the stream of training tasks has ended"):
+        asyncio.run(take())
+    assert sorted(example.task.id for example in found) == list("0125678")
+    assert {len(example.turns) for example in found} == {2} and [tries[name] for name in "3456"] == [1, 2, 2, 1]
+    (note,) = notes
+    assert note.startswith("demonstrations that cannot be laid out are left out; that of task ")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, tabl
 from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages import evaluate
 from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError, run_collection, run_evaluation
@@ -430,6 +432,31 @@ def test_tasks_of_one_id_are_collected_with_random_numbers_of_their_own(base: Pa
     asyncio.run(run_collection(preset("calculator", *SMALL, *words, f"model.name={base / 'model'}"), tmp_path))
     said = [json.loads(line)["messages"] for line in (tmp_path / "collected.jsonl").read_text().splitlines()]
     assert len(said) == 2 and said[0] != said[1]
+
+
+def test_a_model_is_told_by_its_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert evaluate._files(tmp_path).keys() == {"weights"}
+
+
+async def test_an_engine_that_breaks_ends_a_collection_and_what_failed_is_told(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, played = RolloutRunner._attempt, itertools.count()
+
+    async def breaking(runner: RolloutRunner, task: Task, *which: int) -> Trajectory:
+        if (number := next(played)) in (1, *range(4, 8)):
+            return Trajectory(task, status=Status.FAILED, reason=f"no {number}")
+        return await real(runner, task, *which)
+
+    monkeypatch.setattr(RolloutRunner, "_attempt", breaking)
+    words = ("collect.tasks=6", "collect.samples=2", "rollout.prompts_per_step=2", "rollout.retries=0")
+    with pytest.raises(AllFailedError, match="every conversation of tasks 3 to 4 failed, by no 4"):
+        await run_collection(preset("calculator", *SMALL, *words, f"model.name={base / 'model'}"), tmp_path)
+    assert len((tmp_path / "collected.jsonl").read_text().splitlines()) == 3
+    assert "1 of 4 conversations failed, the first because of no 1" in (tmp_path / "notes.txt").read_text()
 
 
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ import pytest
 from heavy_rewards import Elsewhere, Hangs, Leaves, LeavesItsProcess, Niceness, Poisoned
 from mtgrpo import environments
 from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.code_repair import CodeRepair
+from mtgrpo.environments.function_calls import FunctionCalls
+from mtgrpo.environments.guess_number import GuessNumber
 from mtgrpo.environments.single_turn import SingleTurn
+from mtgrpo.environments.user_simulator import UserSimulator
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Reward, Score, opened, scores
@@ -97,6 +101,15 @@ async def test_a_task_that_a_reward_cannot_grade_fails_alone() -> None:
     assert [trajectory.reward for trajectory in good.trajectories] == [1.0, 1.0]
     assert {trajectory.status for trajectory in bad.trajectories} == {Status.FAILED}
     assert "the answer 'about 4' is not a number" in bad.trajectories[0].reason
+
+
+@pytest.mark.parametrize("kind", [CodeRepair, FunctionCalls, GuessNumber, UserSimulator])
+async def test_a_task_that_an_environment_cannot_begin_fails_alone(kind: type[Environment]) -> None:
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("#### 4")), kind())
+    (bad,) = (await runner.run_group(TASK, 1)).trajectories
+    assert bad.status is Status.FAILED
+    assert bad.reason.startswith("TaskError: ")
+    assert TASK.id in bad.reason
 
 
 @pytest.mark.parametrize("kind", [Leaves, LeavesItsProcess])

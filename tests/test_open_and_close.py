@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from mtgrpo.errors import EngineError
 from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Score, opened, scores
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.run import open_parts
+from mtgrpo.stages.run import ENDING, _ended_by_signals, open_parts
 from mtgrpo.types import Completion, Finish, Message, Status, Task, Trajectory, Turn
 from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner, said
@@ -95,6 +96,22 @@ def test_what_is_opened_is_closed_however_the_run_ends(
     assert seen["open tool"] == seen["close tool"] >= 3
     notes = (tmp_path / "run" / "notes.txt").read_text()
     assert all(f"Counted{part} is open" in notes for part in PARTS - {"Sink"})
+
+
+def test_the_handlers_of_signals_are_set_back() -> None:
+    async def run() -> None:
+        with _ended_by_signals():
+            assert signal.getsignal(signal.SIGTERM) is not mine
+
+    def mine(number: int, frame: Any) -> None: ...
+
+    before = {number: signal.signal(number, mine) for number in ENDING}
+    try:
+        asyncio.run(run())
+        assert all(signal.getsignal(number) is mine for number in ENDING)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_dry_run_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -584,6 +584,13 @@ def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:
     assert code == 2 and "line 1, message 2: function_call is not read; here it is tool_calls, a list of calls" in err
 
 
+def test_a_demonstration_that_would_end_within_is_refused(run: Run, place: Path) -> None:
+    said = [{"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "#### 1"}]
+    Path("said.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, *said]}) + "\n")
+    code, _, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    assert code == 2 and "of task said/1 has two messages of the assistant in a row, of which" in err
+
+
 def test_a_demonstration_without_its_return_is_refused(run: Run, place: Path) -> None:
     Path("own.py").write_text(calling("    return '1'\n").replace("return *said, Message(", "*said, Message("))
     code, _, err = run("train", *SMALL, *CALLING.split(), "--dry-run")

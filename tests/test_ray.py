@@ -152,6 +152,11 @@ async def test_restarts_are_counted_anew_after_each_checkpoint(
         and capsys.readouterr().err.count("it goes on from step 5") == 2
     )
     seen.clear()
+    monkeypatch.setattr("mtgrpo.stages.restarts.find_newest", find_newest)
+    with pytest.raises(RanksError):
+        await restarting(replace(experiment, resume="elsewhere"), tmp_path, work)
+    assert seen == [("elsewhere", 0), ("elsewhere", 1), ("elsewhere", 2)]  # there is no checkpoint in its own folder
+    seen.clear()
     with pytest.raises(RanksError):
         await asyncio.create_task(restarting(replace(experiment, cluster=preset("calculator").cluster), tmp_path, work))
     assert seen == [("", 0)]

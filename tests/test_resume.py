@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,8 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages import checks, trainer
 from mtgrpo.stages import evaluate as evaluation
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.budget import described
+from mtgrpo.stages.checks import check, refuse_other_steps
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.resume import NO_MEASURE, differences, told_of
 from mtgrpo.stages.saving import Saver
@@ -49,7 +51,7 @@ from mtgrpo.tasks import Split
 from mtgrpo.tasks.jsonl import Jsonl as Rows
 from mtgrpo.types import Group, Task, Trajectory
 from mtgrpo.weights import checkpoint
-from mtgrpo.weights.saved import Checkpoint, find_newest
+from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 from saving import save_model
 
 SMALL = [
@@ -491,7 +493,7 @@ def test_what_is_saved_elsewhere_is_not_said_to_be_here(tmp_path: Path, unbroken
     assert "To go on" not in (tmp_path / "notes.txt").read_text()
 
 
-def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:
+def test_the_warm_start_alone_goes_on(tmp_path: Path, unbroken: Path) -> None:
     def learned(folder: Path, *words: str) -> list[dict[str, Any]]:
         asyncio.run(run_sft(compose(parse([*SMALL, *words])).experiment, folder))
         return [digits(row) for row in rows(folder)]
@@ -501,6 +503,13 @@ def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:
         patched(Optimizer, "step", 4, lambda: 1 / 0, patch)
         learned(tmp_path / "run")
     assert learned(tmp_path / "run", "resume=true") == expected
+    again = compose(parse([*SMALL, "resume=true"])).experiment
+    refuse_other_steps(again, tmp_path / "run", alone=True)
+    refuse_other_steps(again, unbroken)
+    with pytest.raises(ConfigError, match=r"run is the folder of a warm start: this needs .*resume=.*step_"):
+        refuse_other_steps(again, tmp_path / "run")
+    with pytest.raises(ConfigError, match="is the folder of a run that trains: this needs another"):
+        refuse_other_steps(again, unbroken, alone=True)
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -585,6 +594,11 @@ def test_an_optimizer_of_other_weights_or_kind_is_refused(tmp_path: Path) -> Non
     asyncio.run(run_sft(compose(parse([*SMALL, *words])).experiment, warm))
     on = [f"resume={warm}/checkpoints/step_000002", "sft.optimizer.kind=muon"]
     looked_at(tmp_path, *on, "sft.steps=2")  # its end is a beginning
+    assert "no step is left" not in described("train", compose(parse([*SMALL, *words, *on[:1]])), None)
+    saver: Any = object.__new__(Saver)
+    saver._run = SimpleNamespace(resumed=read_checkpoint(warm / "checkpoints/step_000002"))
+    saver.path = saver._run.resumed.path
+    assert saver.step == 0
     with pytest.raises(ConfigError, match=r"sft\.optimizer\.kind was adamw"):
         looked_at(tmp_path, *on, "sft.steps=4")
     for why, other in {

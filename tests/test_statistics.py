@@ -188,6 +188,11 @@ def test_samples_that_differ_as_if_independent_all_count() -> None:
     assert mean_over_tasks([[1, 0, 0, 1]] * 25, clopper_pearson) == clopper_pearson(0.5, 100)
 
 
+@pytest.mark.parametrize("tasks", [1, 2, 5])
+def test_of_few_tasks_samples_do_not_count(tasks: int) -> None:
+    assert mean_over_tasks([[1, 0] * 500] * tasks) == wilson(0.5, tasks)
+
+
 def test_the_exact_interval_of_fractions_is_the_wider_one() -> None:
     found, whole = clopper_pearson(0.525, 10.7), clopper_pearson(0.5, 10)
     assert (found.mean, found.low) == (0.525, whole.low)

@@ -55,10 +55,14 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {hint.rstrip() or usage}")
 
 
+POLICY_ERROR, REFUSED = "policy_error", "chat_template"  # beside the limits, why what the policy wrote cuts
+
+
 class PolicyError(Exception):
     """What the policy wrote cannot be dealt with: the model's doing, not the world's, so never a failed conversation.
 
-    Raised by a tool it is an observation (`ToolError`); raised by a reward the trajectory is worth 0.
+    Raised by a tool it is an observation (`ToolError`); by a reward the trajectory is worth 0; by another part it ends
+    the conversation, which is TRUNCATED and trained.
     """
 
 

@@ -35,7 +35,7 @@ class Status(Enum):
     """How a trajectory ended. With a mistake of the model it is COMPLETED, with a low reward, never FAILED."""
 
     COMPLETED = "completed"
-    TRUNCATED = "truncated"  # a limit on turns or tokens was reached
+    TRUNCATED = "truncated"  # a limit on turns or tokens was reached, or what the policy wrote is of no use
     FAILED = "failed"  # by the world, never by what the policy writes (PolicyError): not trained, in no baseline
 
 

@@ -39,7 +39,7 @@ from mtgrpo.runtime.hub import stay_offline
 from mtgrpo.runtime.resources import CpuTimes, fit_openmp
 from mtgrpo.runtime.text import complain, show
 from mtgrpo.stages.budget import described
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.checks import check, refuse_other_steps
 
 STAGES = {  # what runs
     "train": "stages.trainer.run_training",
@@ -257,6 +257,7 @@ def _checked(
         experiment = replace(experiment, resume="")
     with refuse_unreadable():
         try:
+            refuse_other_steps(experiment, folder, command == "sft")
             notes = check(experiment, offline, command not in MEASURES, folder)
         except Exception as error:
             if isinstance(error, OSError | ConfigError) or not of_own_code(error):

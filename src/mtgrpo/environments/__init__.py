@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError, TaskError, require
 from mtgrpo.parts import Part, Pattern
 from mtgrpo.parts.extension import awaited, misgiven
 from mtgrpo.runtime.isolation import run_isolated
@@ -42,10 +42,10 @@ def below(task: Task, text: str, tools: tuple[ToolSpec, ...] = ()) -> Opening:
 
 
 def seed_of(task: Task) -> int:
-    """The seed of the game that `task` is. Raises ConfigError where it has none."""
+    """The seed of the game that `task` is. Raises TaskError where it has none."""
     seed = task.metadata.get("seed")
     if not isinstance(seed, int):
-        raise ConfigError(f"task {task.id} has no seed for a game, got {seed!r}: use task=game")
+        raise TaskError(f"task {task.id} has no seed for a game, got {seed!r}: use task=game")
     return seed
 
 

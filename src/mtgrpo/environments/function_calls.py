@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.types import Message, Task, ToolSpec
 
 
@@ -23,7 +23,7 @@ class FunctionCalls(Environment):
         try:
             specs = tuple(ToolSpec(one["name"], one["description"], one["parameters"]) for one in tools)
         except (TypeError, KeyError) as error:
-            raise ConfigError(
+            raise TaskError(
                 f"task {task.id}: environment=function_calls needs `tools` in its metadata, a list of objects with "
                 f"name, description and parameters, got {tools!r:.200}"
             ) from error

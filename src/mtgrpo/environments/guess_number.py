@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.types import Message, Task
 
 
@@ -21,7 +21,7 @@ class GuessNumber(Environment):
 
     async def start(self, task: Task) -> Opening:
         if not {"low", "high", "number"} <= task.metadata.keys():
-            raise ConfigError(f"task {task.id} has no number to guess; environment=guess_number is for the task of it")
+            raise TaskError(f"task {task.id} has no number to guess; environment=guess_number is for the task of it")
         self._low, self._high, self._number = (int(task.metadata[name]) for name in ("low", "high", "number"))
         return Opening(task.messages)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import TaskError
 from mtgrpo.parts import Text
 from mtgrpo.types import Message, Task
 
@@ -52,7 +52,7 @@ def _script(task: Task) -> Sequence[Mapping[str, Any]]:
                     raise TypeError("`when` and `say` are lists of texts")
             float(entry.get("reward", 0))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigError(
+        raise TaskError(
             f"task {task.id}: environment=user_simulator needs a `script` in its metadata, a list such as "
             f'[{{"when": ["name"], "say": ["Ann."], "reward": 0.5}}], got {script!r:.200} '
             f"({type(error).__name__}: {error})"

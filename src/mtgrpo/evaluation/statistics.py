@@ -19,6 +19,7 @@ Outcomes = Sequence[Sequence[float]]
 _GRID = 1 << 18  # the permutation test is exact where differences sum to so many common divisors at most
 _FLIPS = 20_000  # random sign flips beyond that
 _CONFIDENCE = 0.95  # of every interval
+_FEW = 5  # tasks, of which the variance between them is not known well enough
 _ROUNDING = 1e-9  # of a number of outcomes that is whole
 
 
@@ -126,7 +127,8 @@ def mean_over_tasks(outcomes: Outcomes, interval: Interval = wilson) -> Estimate
     """The mean over all samples (avg@k) of outcomes in [0, 1], with its interval for samples clustered in tasks.
 
     The size is the effective one: of independent samples whose mean would vary as much as this one does between
-    tasks, between the number of tasks and that of samples. With one sample per task it is the number of tasks.
+    tasks, between the number of tasks and that of samples. With one sample per task, and of five tasks or fewer, it is
+    the number of tasks.
     Raises ValueError for a task without samples or an outcome outside [0, 1].
     """
     means, counts = _by_task(outcomes)
@@ -243,6 +245,7 @@ def _clustered(means: Floats, weights: Floats, samples: float, interval: Interva
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
     # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
     size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
+    size = size if tasks > _FEW else least
     return interval(mean, min(max(size, least), max(samples, least)))
 
 

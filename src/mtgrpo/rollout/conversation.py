@@ -14,7 +14,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, PolicyError
 from mtgrpo.parts.extension import awaited, misgiven, place
 from mtgrpo.runtime.text import head_and_tail
 from mtgrpo.types import Attend, Finish, Limits, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
@@ -38,7 +38,7 @@ def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[To
 
 
 class _LimitError(Exception):
-    """A limit was reached; the message is its name."""
+    """A limit was reached, or the template has REFUSED; the message is its name."""
 
 
 async def run_rollout(
@@ -53,9 +53,10 @@ async def run_rollout(
 ) -> Trajectory:
     """Run one conversation about `task`.
 
-    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason. What the environment raises is
-    not caught here: a failure is not an outcome of the policy. Raises ConfigError for a condenser whose budget does not
-    hold the opening, or that gives other messages than it may.
+    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason; so do a PolicyError, and a chat
+    template that refuses what the policy said. What the environment raises otherwise is not caught here: a failure is
+    not an outcome of the policy. Raises ConfigError for a condenser whose budget does not hold the opening, or that
+    gives other messages than it may.
     """
     trajectory = Trajectory(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
@@ -67,6 +68,8 @@ async def run_rollout(
             await _converse(state, running)
         except _LimitError as limit:
             trajectory.status, trajectory.reason = Status.TRUNCATED, str(limit)
+        except PolicyError:
+            trajectory.status, trajectory.reason = Status.TRUNCATED, POLICY_ERROR
         return trajectory
 
 
@@ -257,7 +260,12 @@ class _State:
             raise _LimitError("max_condensed_tokens")
 
     def _open(self, messages: Sequence[Message]) -> list[int]:
-        return self.chat.open(messages, self._tools)
+        try:
+            return self.chat.open(messages, self._tools)
+        except ConfigError as error:
+            if any(message.role == "assistant" for message in messages[len(self._opening) :]):
+                raise _LimitError(REFUSED) from error
+            raise
 
     def _count(self, messages: Sequence[Message]) -> int:
         return len(self._open(messages))

@@ -10,7 +10,7 @@ from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError, meant
+from mtgrpo.errors import REFUSED, ConfigError, TaskError, meant
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
@@ -63,14 +63,25 @@ async def demonstrate(
 
     Contexts are condensed as in a rollout with the same two limits, if at all. Messages of the assistant whose name is
     "summary" answer a condenser that asks, and are left out where none does. Raises ConfigError where one asks and
-    there is none.
+    there is none, and TaskError where the messages cannot be laid out.
     """
     condenser = condenser or Whole()
     left = [message for message in messages if condenser.active or message.name != SUMMARY]
     script = _Script(task, left, chat, condenser)
     limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
+    shown = await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
+    return unrefused(shown)
+
+
+def unrefused(shown: Trajectory) -> Trajectory:
+    """What was written and not sampled. Raises TaskError where the chat template refuses it."""
+    if shown.reason == REFUSED:
+        raise TaskError(
+            f"the chat template refuses how the conversation about task {shown.task.id} goes on; choose another one "
+            "with chat.template=chatml or chat.template=PATH"
+        )
+    return shown
 
 
 class _Script(Condenser):
@@ -115,9 +126,14 @@ class Scripted(Environment):
         self._opening, self._messages = opening, messages
 
     async def start(self, task: Task) -> Opening:
+        self._name = task.id
         return self._opening
 
     async def step(self, message: Message) -> Reply:
+        """Raises TaskError where the assistant goes on with nothing between, after what would end the conversation."""
         answers = tuple(takewhile(lambda answer: answer.role != "assistant", self._messages))
         del self._messages[: len(answers)]
+        if not (answers or message.tool_calls) and any(left.name != SUMMARY for left in self._messages):
+            told = f"the demonstration of task {self._name} has two messages of the assistant in a row"
+            raise TaskError(f"{told}, of which the first would end it: put them into one")
         return Reply(answers, done=not answers or not self._messages)

@@ -18,7 +18,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.endpoint.session import AgentSession, OpenChain
 from mtgrpo.environments import STOP_S, Environment
-from mtgrpo.errors import ConfigError, TaskError
+from mtgrpo.errors import POLICY_ERROR, ConfigError, PolicyError, TaskError
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
 from mtgrpo.rewards import Reward, Score, checked, scores, spent_s
 from mtgrpo.rollout.conversation import run_rollout
@@ -131,9 +131,9 @@ class RolloutRunner:
                 world, condensing = self.environment, (self.condenser, self.attend)
                 with self.faults(scope, task.id, sample_index):
                     return await within(lambda: run_rollout(task, world, self.chat, sample, *bounds, *condensing))
-        except ConfigError:
-            raise
         except Exception as error:
+            if isinstance(error, ConfigError) and not isinstance(error, TaskError):
+                raise
             return Trajectory(task, status=Status.FAILED, reason=self._why(error))
 
     def _why(self, error: Exception) -> str:
@@ -148,14 +148,14 @@ async def _run_agent(
 ) -> Trajectory:
     """A conversation that a foreign agent leads, in the place of the turn loop; what the policy answered it.
 
-    Reaching a limit makes it TRUNCATED, also where the agent then gives up by an exception. What the agent raises
-    otherwise is not caught here, nor what the engine raised: both are no outcome of the policy. Raises TimeoutError
-    after `agent.timeout_s`, and RuntimeError where nothing was asked.
+    Reaching a limit makes it TRUNCATED, also where the agent then gives up by an exception, and so does a PolicyError
+    of the agent. What it raises otherwise is not caught here, nor what the engine raised: both are no outcome of the
+    policy. Raises TimeoutError after `agent.timeout_s`, and RuntimeError where nothing was asked.
     """
     limits = dataclasses.replace(limits, requests=agent.max_requests)
     session = AgentSession(task, chat, sampling, limits, open_chain, agent.pin_system, agent.strict)
     late = TimeoutError(f"the agent took longer than agent.timeout_s={agent.timeout_s}")
-    began = time.perf_counter()
+    began, cut = time.perf_counter(), ""
     async with agent.endpoint.conversation(session, agent.posts_rewards) as address:
         try:
             outcome = await run_isolated(lambda: agent.run(task, address), agent.timeout_s or None, late)
@@ -164,7 +164,8 @@ async def _run_agent(
         except Exception as error:
             if session.failure is not None:
                 raise session.failure from error
-            if not session.limit or error is late:
+            cut = session.limit or (POLICY_ERROR if isinstance(error, PolicyError) else "")
+            if not cut or error is late:
                 raise
             outcome = Outcome()
     if session.failure is not None:
@@ -186,8 +187,8 @@ async def _run_agent(
         session.pay(float(amount), reply_id)
     trajectory.output, trajectory.data = outcome.output, outcome.data
     trajectory.tool_s = max(0.0, time.perf_counter() - began - trajectory.sample_s)
-    if session.limit:
-        trajectory.status, trajectory.reason = Status.TRUNCATED, session.limit
+    if cut := cut or session.limit:
+        trajectory.status, trajectory.reason = Status.TRUNCATED, cut
     return session.finish(agent.trains())
 
 

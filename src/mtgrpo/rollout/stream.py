@@ -21,7 +21,7 @@ from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.journal import Event, Journal
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import Curriculum, Difficulty, RolloutSettings
-from mtgrpo.tasks import TaskStream
+from mtgrpo.tasks import ENDED, TaskStream
 from mtgrpo.types import Group, Task
 
 
@@ -181,7 +181,9 @@ class Stream:
 
     def _admit(self, version: int, again: bool) -> None:
         while self._may_admit(version, again):
-            position, epoch, task = self._tasks.state_dict(), self._tasks.epoch, next(self._tasks)
+            position, epoch, task = self._tasks.state_dict(), self._tasks.epoch, next(self._tasks, None)
+            if task is None:
+                raise ConfigError(ENDED)
             number, self._drawn = self._drawn, self._drawn + 1
             if number in self._passed:
                 continue

@@ -28,7 +28,8 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.runtime.text import printable
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages import trainer
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.checks import check, refuse_other_steps
+from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import make_runner, open_parts
 from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Task
 
@@ -52,11 +53,12 @@ async def train(experiment: Experiment, folder: str | Path) -> Metrics:
     """
     if not isinstance(experiment, Experiment):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"train takes an experiment, such as mtgrpo.preset('calculator'), got {experiment!r}")
-    for note in check(experiment):
+    refuse_other_steps(experiment, Path(folder))
+    for note in check(experiment, folder=Path(folder)):
         print(printable(note))
     with claimed(Path(folder), True, experiment.resume == LATEST) as place:
         curve = Curve()
-        summary = await trainer.train(experiment, place, curve)
+        summary = await restarting(experiment, place, lambda again: trainer.train(again, place, curve))
         curve.draw(place, width=100)
     return summary
 

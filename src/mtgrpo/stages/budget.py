@@ -88,7 +88,8 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     if found:
         typed = {group: as_typed(option) for group, option in composed.choices.items()}
         now = {**typed, **flat(yaml.safe_load(composed.values)), **extension.digests}
-        over = ": no step is left" * (command == "train" and 0 < composed.experiment.trainer.steps <= found.step)
+        done = found.state.get("budget", {}).get("steps", 0)  # a warm start counts its own
+        over = ": no step is left" * (command == "train" and 0 < composed.experiment.trainer.steps <= done)
         if composed.experiment.resume == LATEST and folder:
             newest = newest_of(folder) or found.path
             over += "; its checksums were not looked at" + f", {newest.name} is damaged" * (newest != found.path)

@@ -132,6 +132,18 @@ def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True)
     return None
 
 
+def refuse_other_steps(experiment: Experiment, folder: Path | None, alone: bool = False) -> None:
+    """Raise ConfigError where a run would go on in a `folder` whose checkpoints count other steps than its own would.
+
+    alone: it is a warm start.
+    """
+    found = begun_from(experiment, folder) if experiment.resume == LATEST else None
+    if found and (counted := found.step > 0 and "stream" not in found.state) is not alone:
+        what = ("a run that trains", "a warm start")[counted]
+        cure = "another, as hydra.run.dir=PATH" + f", and resume={found.path} to go on from there" * counted
+        raise ConfigError(f"{found.path.parent.parent} is the folder of {what}: this needs {cure}")
+
+
 def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
     """Raise ConfigError where what the optimiser keeps is of other weights, or of another kind."""
     learns, model = "stream" in found.state, experiment.model

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
 from mtgrpo.config.run_record import MEASURED
-from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, RunError
 from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table
 from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
@@ -174,6 +174,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
             f"{reward.success_at:g}"
         )
     cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
+    cut -= Counter({POLICY_ERROR: len(valid), REFUSED: len(valid)})  # which are no limits
     if cut and not any(t.succeeded(reward.success_at) for t in valid):
         notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {', '.join(cut)} higher")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
@@ -205,7 +206,7 @@ async def run_evaluation(experiment: Experiment, folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, str]:
     """What tells whether a model's files are still the same: size and time of each; {} for a name on the hub."""
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     return {file.name: f"{(state := file.stat()).st_size} bytes, {state.st_mtime_ns}" for file in files}
 
 
@@ -256,7 +257,10 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
 
 
 async def run_collection(experiment: Experiment, folder: Path) -> None:
-    """Write what the model says into `folder`, task by task, as `experiment.collect` says."""
+    """Write what the model says into `folder`, task by task, as `experiment.collect` says.
+
+    Raises AllFailedError where of as many tasks as are played at once all fail; what is written by then stays.
+    """
     async with open_run(experiment, folder, trains=False) as run:
         wanted, experiment = run.experiment.collect, run.experiment
         split, seed = (Split.eval, EVAL_SEED) if wanted.held_out else (Split.train, experiment.seed)
@@ -268,9 +272,10 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
             # As many tasks at once as a training step has, so that few conversations are held.
             while chosen := list(itertools.islice(tasks, min(at_once, wanted.tasks - done))):
                 groups = await together(runner.again(task, played).run_group(task, wanted.samples) for task in chosen)
-                if not (done or any(group.valid for group in groups)):
-                    reason = groups[0].trajectories[0].reason
-                    raise AllFailedError(f"every conversation of the first {len(chosen)} tasks failed, by {reason}")
+                if not any(group.valid for group in groups) and (not done or len(chosen) == at_once):
+                    reason, last = groups[0].trajectories[0].reason, done + len(chosen)
+                    raise AllFailedError(f"every conversation of tasks {done + 1} to {last} failed, by {reason}")
+                run.sinks.tell(describe_failures(groups, None))
                 rows = _rows(run, groups)
                 write(rows)
                 written += len(rows)

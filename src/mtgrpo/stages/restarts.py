@@ -36,4 +36,5 @@ async def restarting(experiment: Experiment, folder: Path, work: Callable[[Exper
             complain(f"{error}\nit goes on from step {step}; restarts with no new checkpoint: {lost} of at most {most}")
         cluster = copy.copy(experiment.cluster)
         cluster.restarted += 1
-        experiment = replace(experiment, resume=LATEST, cluster=cluster)
+        resume = LATEST if newest else experiment.resume or LATEST
+        experiment = replace(experiment, resume=resume, cluster=cluster)

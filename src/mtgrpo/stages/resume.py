@@ -27,8 +27,7 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     if not resume:
         return None
     found = find_newest(folder, note) if resume == LATEST else read_checkpoint(Path(resume))
-    if resume == LATEST:
-        _cut_back(folder, found)
+    _cut_back(folder, found if resume == LATEST else None)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
     for line in told_of(found, settings_of(folder)) if found else ():
         note(line)

@@ -203,7 +203,8 @@ def _ended_by_signals() -> Generator[None]:
             loop.remove_signal_handler(signal.SIGINT)
         task.cancel()
 
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, or `&` in a shell
+    before = {number: signal.getsignal(number) for number in ENDING}
+    heard = [number for number in ENDING if before[number] is not signal.SIG_IGN]  # nohup, or `&` in a shell
     for number in heard:
         loop.add_signal_handler(number, end, number)
     try:
@@ -215,6 +216,7 @@ def _ended_by_signals() -> Generator[None]:
     finally:
         for number in heard:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def longest_context(experiment: Experiment, source: WeightSource) -> int:

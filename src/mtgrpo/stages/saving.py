@@ -54,10 +54,10 @@ class Saver:
 
     @property
     def step(self) -> int:
-        """That of the checkpoint that was last seen whole; 0 = none, or the beginning."""
+        """That of the checkpoint that was last seen whole; 0 = none, or the beginning, as after a warm start."""
         resumed = self._run.resumed
         if resumed and self.path == resumed.path:  # which may have any name
-            return resumed.step
+            return resumed.step if "stream" in resumed.state else 0
         return int(self.path.name.rpartition("_")[2]) if self.path else 0
 
     def due(self, step: int) -> bool:

@@ -1,28 +1,33 @@
 """The warm start: supervised steps on demonstrations, laid out exactly as the policy's own conversations would be."""
 
+import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import ConfigError
+from mtgrpo.environments import STOP_S
+from mtgrpo.errors import ConfigError, TaskError
+from mtgrpo.parts.extension import explained
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, without_demonstrations
-from mtgrpo.tasks import Split, TaskSource, TaskStream, demonstration
-from mtgrpo.types import Trajectory
+from mtgrpo.tasks import ENDED, Split, TaskSource, TaskStream, demonstration
+from mtgrpo.types import Message, Task, Trajectory
 
 UNLEARNED_NATS = 2.0  # loss of a token; one that is learned is far below
+MOST_FAILED = 20  # demonstrations in a row that cannot be laid out
 LEAST_STEPS = 20  # fewer need not show anything
 
 
@@ -101,9 +106,10 @@ async def demonstrations(
 ) -> AsyncIterator[Trajectory]:
     """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch.
 
-    taken: a call of one before was of a tool. Raises ConfigError where one makes calls, and none so far was.
+    taken: a call of one before was of a tool. Raises ConfigError where one makes calls, and none so far was. What
+    cannot be laid out is left out, which is said once; too many of these in a row are a ConfigError.
     """
-    without, told = 0, False
+    without, failed, told = 0, 0, False
     for task in stream:
         messages = demonstration(source, task, seed + stream.epoch)
         if not messages:
@@ -112,8 +118,15 @@ async def demonstrations(
                 raise ConfigError(without_demonstrations(source))
             continue
         without = 0
-        contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
-        example = await laid_out(task, messages, runner.environment, runner.chat, *contexts)
+        example = await _laid_out(task, messages, runner)
+        if isinstance(example, Exception):
+            failed, why = failed + 1, f"that of task {task.id} because of {explained(example)}"
+            if failed == 1:
+                note(f"demonstrations that cannot be laid out are left out; {why}")
+            if failed == MOST_FAILED:
+                raise ConfigError(f"{failed} demonstrations in a row cannot be laid out, {why}") from example
+            continue
+        failed = min(failed, 1)
         if not told:
             why, takes = refused_calls(example, runner.environment)
             taken = taken or takes
@@ -122,6 +135,24 @@ async def demonstrations(
             if told := bool(why):
                 note(why)
         yield example
+    raise ConfigError(ENDED)
+
+
+async def _laid_out(task: Task, messages: Sequence[Message], runner: RolloutRunner) -> Trajectory | Exception:
+    """As in a rollout, tried as often and for as long; or what went wrong in the end."""
+    contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
+    work = functools.partial(laid_out, task, messages, runner.environment, runner.chat, *contexts)
+    failure: Exception = (late := TimeoutError(f"it took longer than rollout.timeout_s={runner.timeout_s}"))
+    for _ in range(runner.retries + 1):
+        try:
+            return await run_isolated(work, runner.timeout_s or None, late, grace_s=2 * STOP_S)
+        except TaskError as error:
+            return error
+        except ConfigError:
+            raise
+        except Exception as error:
+            failure = error
+    return failure
 
 
 async def within(

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import POLICY_ERROR, REFUSED
 from mtgrpo.evaluation.findings import TRAINED
 from mtgrpo.model.rounding import HARMLESS
 from mtgrpo.policy.step import Metrics
@@ -84,14 +85,15 @@ class Trends:
         self.tool_rate = max(self.tool_rate, tool_rate)
         waited_s = metrics.get("perf/lockstep_s", 0.0)
         left, total = memory_left()
-        limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
+        cut = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
+        limits = [name for name in cut if name not in (POLICY_ERROR, REFUSED)]
         bad = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "collapse": success < best / 2 and entropy < COLLAPSED * widest,
             "mismatch": mismatch > max(FAR_APART * usual, HARMLESS),
             "tools": tool_rate < COLLAPSED * self.tool_rate and unsolved,
             "variance": metrics["reward/groups_with_variance"] == 0,
-            "truncated": truncated > TRUNCATED,
+            "truncated": truncated > TRUNCATED and bool(limits),
             "memory": left < SCARCE * total,
             "lockstep": waited_s > max(1.0, metrics.get("time/rollout_s", 0.0) / 3),
         }

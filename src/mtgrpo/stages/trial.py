@@ -20,7 +20,7 @@ from mtgrpo.errors import ConfigError, TaskError, meant
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
-from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, written
+from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, unrefused, written
 from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
 from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
@@ -323,7 +323,7 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
     world, sampling = Scripted(Opening(task.messages), left), Sampling(max_new_tokens=1)
     try:
         async with asyncio.timeout(LONGEST_S):
-            await run_rollout(task, world, chat, sample, sampling, Limits(ROOMY), always, attend)
+            unrefused(await run_rollout(task, world, chat, sample, sampling, Limits(ROOMY), always, attend))
     except ConfigError:
         raise
     except Exception as error:

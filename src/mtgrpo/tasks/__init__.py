@@ -32,6 +32,9 @@ class Split(Enum):
     eval = "eval"
 
 
+ENDED = "the stream of training tasks has ended: with repeat=True, as training asks for it, it must begin anew"
+
+
 @runtime_checkable
 class TaskStream(Protocol):
     """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first, always if `endless`)."""
