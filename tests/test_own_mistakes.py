@@ -550,6 +550,18 @@ def test_what_a_demonstration_lacks_is_noted(
     assert code == 0 and out.startswith("no fault found") and (said in err if said else not err)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_calls_of_demonstrations_are_looked_at_though_most_guess(run: Run, place: Path, seed: int) -> None:
+    asked = {"role": "user", "content": "What is 1 + 1?"}
+    guess = [asked, {"role": "assistant", "content": "#### 5"}]
+    call = {"function": {"name": "calculater", "arguments": {"expression": "1 + 1"}}}
+    wrong = [asked, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2"}, *guess[1:]]
+    rows = [{"messages": wrong if number == 40 else guess} for number in range(64)]
+    Path("said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = run("train", *SMALL, f"seed={seed}", "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
+    assert code == 2 and "calls calculater(expression): there is no such tool; did you mean calculator?" in err
+
+
 def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
     Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
     code, out, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")

@@ -141,7 +141,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
         verdict = "\nno gain worth a word"
     elif gains["sampled"] < least["sampled"]:
         verdict = f"\nno more than chance gives with {few}"
-    elif not tried:
+    elif not tried or gains[best] < -least[best]:  # which is told below
         verdict = ""
     elif gains[best] < gains["sampled"] / 2 - (chance[best] if found[best][0] < 1 else 0.0):
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from time import monotonic
 from typing import Any
 
@@ -34,6 +34,7 @@ GRADED = 20  # demonstrations, some of which should be right
 SOME = 100  # training tasks, one of which has an answer where any has
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
+Shown = tuple[Task, Sequence[Message]]
 
 
 async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool) -> None:
@@ -176,7 +177,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     if not _begins(environment):
         return notes + _cut(experiment, first, chat)
     ends_s = asyncio.get_running_loop().time() + LONGEST_S
-    for number, (task, messages) in enumerate(first[:FEW]):
+    for number, (task, messages) in enumerate(_tried(first, shown if type(environment) is ToolUse else ())):
         try:
             async with asyncio.timeout_at(ends_s):
                 example = await laid_out(task, messages, environment, chat)
@@ -213,6 +214,13 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
     return notes + await _paid(experiment, [_conversation(*each) for each in first])
 
 
+def _tried(first: list[Shown], more: Iterable[Shown]) -> list[Shown]:
+    """The first demonstration, and some that make calls, which teachers who guess seldom do."""
+    calling = (one for one in chain(first[1:], more) if any(said.tool_calls for said in one[1]))
+    chosen = [first[0], *islice(calling, FEW - 1)]
+    return [*chosen, *(one for one in first if all(one is not other for other in chosen))][:FEW]
+
+
 def without_demonstrations(source: TaskSource) -> str:
     """Says that `source` gave none for MAX_WITHOUT tasks in a row."""
     name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
@@ -220,7 +228,7 @@ def without_demonstrations(source: TaskSource) -> str:
     return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
 
 
-def _cut(experiment: Experiment, shown: Sequence[tuple[Task, Sequence[Message]]], chat: Chat) -> list[str]:
+def _cut(experiment: Experiment, shown: Sequence[Shown], chat: Chat) -> list[str]:
     """What to say where turns of demonstrations have more tokens than the policy may sample."""
     most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
     for task, messages in shown:
