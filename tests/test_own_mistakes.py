@@ -489,7 +489,7 @@ def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path)
         ("trajectory.final == '#### 1'", ""),
         (
             "trajectory.final == trajectory.task.answer",
-            "pays the first 20 demonstrations at most 0, and reward.success_at",
+            "pays the first 1 demonstration at most 0, and reward.success_at",
         ),
         ("1", "pays an empty answer 1, which is a success"),
     ],
@@ -562,10 +562,24 @@ def test_the_calls_of_demonstrations_are_looked_at_though_most_guess(run: Run, p
     assert code == 2 and "calls calculater(expression): there is no such tool; did you mean calculator?" in err
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_one_row_of_a_file_that_cannot_be_laid_out_is_left_out_whatever_the_seed(
+    run: Run, place: Path, seed: int
+) -> None:
+    twice = [json.loads(SAID)["messages"][i] for i in (0, 1, 1)]
+    Path("said.jsonl").write_text(SAID * 3 + json.dumps({"messages": twice}) + "\n")
+    words = (*SMALL, f"seed={seed}", "sft.steps=1", "sft.demonstrations=said.jsonl", "environment=single_turn")
+    code, _, err = run("train", *words, "--dry-run")
+    assert code == 0, err
+    Path("said.jsonl").write_text((json.dumps({"messages": twice}) + "\n") * 4)
+    code, _, err = run("train", *words, "--dry-run")
+    assert code == 2 and "two messages of the assistant in a row" in err
+
+
 def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, place: Path) -> None:
     Path("said.jsonl").write_text(SAID.replace('"1"}]', f'"{"well " * 99}"}}]') + SAID)
     code, out, err = run("train", *SMALL, "sft.steps=1", "sft.demonstrations=said.jsonl", "--dry-run")
-    told = "of 20 demonstrations 10 have turns longer than sampling.max_new_tokens=64, as said/1: what imitates them"
+    told = "of 2 demonstrations 1 have turns longer than sampling.max_new_tokens=64, as said/1: what imitates them"
     assert code == 0 and told in err and ", which is no success; set it to " in err
     assert out.startswith("no fault found that stops a run (see the notes above), and nothing was run")
 
@@ -573,9 +587,9 @@ def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, plac
 @pytest.mark.parametrize(
     ("answer", "reward", "said"),
     [
-        ("1", "numeric", "none of 20 demonstrations has an answer where it is looked for: reward=numeric reads"),
+        ("1", "numeric", "none of 1 demonstration has an answer where it is looked for: reward=numeric reads"),
         ("#### 1", "numeric", ""),
-        ("11", "em", "reward EM pays the first 20 demonstrations at most 0, and reward.success_at"),
+        ("11", "em", "reward EM pays the first 1 demonstration at most 0, and reward.success_at"),
         ("1", "em", ""),
     ],
 )

@@ -167,10 +167,10 @@ def _refuse_misplaced(command: str, words: Sequence[str], several: bool) -> None
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if command == "eval" and "sampling.temperature" in keys:
         raise ConfigError("sampling.temperature has no effect: samples are of temperature 1, and greedy ones besides")
-    other = {"collect": "eval", "eval": "collect"}.get(command, "-")
-    if idle := [key for key in keys if key.startswith(f"{other}.")]:
+    idle = {"collect": ("eval.tasks", "eval.samples"), "eval": ("collect.tasks", "collect.samples")}.get(command, ())
+    for key in keys.intersection(idle):
         own = f"{command}.tasks and {command}.samples"
-        raise ConfigError(f"{min(idle)} is for {other}, it does nothing for {command}, which has {own}")
+        raise ConfigError(f"{key} is for {key.partition('.')[0]}, it does nothing for {command}, which has {own}")
     if several and DOOR in os.environ:
         raise ConfigError("torchrun starts the ranks of one run, not of --multirun; leave one of them out")
     if several and "hydra.run.dir" in keys:

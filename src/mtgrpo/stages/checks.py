@@ -27,13 +27,13 @@ from mtgrpo.parts.extension import digests, find_class, misgiven
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
+from mtgrpo.stages.demonstrated import try_demonstrations
 from mtgrpo.stages.resume import changed_files
 from mtgrpo.stages.trial import (
     is_ours,
     made_anew,
     trained_too,
     try_condenser,
-    try_demonstrations,
     try_empty_answer,
     try_tasks,
     unanswered,

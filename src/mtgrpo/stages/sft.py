@@ -18,11 +18,11 @@ from mtgrpo.record.writing import write_summary
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.isolation import run_isolated
+from mtgrpo.stages.demonstrated import DEMONSTRATION_SEED, MAX_WITHOUT, without_demonstrations
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
-from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, without_demonstrations
 from mtgrpo.tasks import ENDED, Split, TaskSource, TaskStream, demonstration
 from mtgrpo.types import Message, Task, Trajectory
 

@@ -1,40 +1,33 @@
-"""What is tried before a model is loaded: a first task, which the environment begins and the reward grades, and the
-first demonstrations, as a warm start would see them."""
+"""What is tried before a model is loaded: a first task, which the environment begins and the reward grades."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
-from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from time import monotonic
-from typing import Any
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, When
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment, Opening
 from mtgrpo.environments.single_turn import SingleTurn
-from mtgrpo.environments.tool_use import OutageError, ToolUse
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, TaskError, meant
 from mtgrpo.parts import extension
-from mtgrpo.rewards import Reward, Score, scores
-from mtgrpo.rollout.conversation import CONDENSE, run_rollout
-from mtgrpo.rollout.demonstrations import Scripted, laid_out, refused_calls, unrefused, written
+from mtgrpo.rewards import Reward, scores
+from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.rollout.demonstrations import Scripted, unrefused, written
 from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
-from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 ROOMY = 100_000  # tokens of a context, far more than what is tried has
-FEW = 3  # demonstrations that are tried
+FEW = 3  # demonstrations, or turns before a condenser, that are tried
 MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError)  # what else is raised may pass
 LOOKED_AT, LOOKED_AT_S = 2_000, 2.0  # training tasks, which may be held out as well; how long
-GRADED = 20  # demonstrations, some of which should be right
 SOME = 100  # training tasks, one of which has an answer where any has
-DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
-MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
-Shown = tuple[Task, Sequence[Message]]
 
 
 async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool) -> None:
@@ -51,38 +44,38 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 async def _try_ours(experiment: Experiment, task: Task, running: bool) -> None:
     """A reward of ours says of an empty answer, while nothing is open, whether such a task is for it."""
     environment, reward = experiment.environment, experiment.reward
-    async with _left_to_the_run(None if running else task):
-        if _begins(environment, running):
+    async with left_to_the_run(None if running else task):
+        if begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
     if not running and reward.works_unopened:
-        await scores(reward, [_conversation(task, [Message("assistant", "")])])
+        await scores(reward, [a_conversation(task, [Message("assistant", "")])])
 
 
 async def _try_own(experiment: Experiment, task: Task, running: bool) -> None:
     """A reward of somebody's own must grade the task's demonstration, or where there is none, its bare answer."""
-    environment, reward, alone = experiment.environment, experiment.reward, _begins(experiment.environment)
+    environment, reward, alone = experiment.environment, experiment.reward, begins(experiment.environment)
     said: list[Message] = [Message("assistant", task.answer)]
     shown: Sequence[Message] | None = None
-    async with _left_to_the_run(None if running else task):
-        if _begins(environment, running):
+    async with left_to_the_run(None if running else task):
+        if begins(environment, running):
             async with environment.conversation(task) as (world, _):
                 _suit(experiment, world)
                 said += (await world.step(said[0])).messages if alone else ()
-    async with _left_to_the_run():
+    async with left_to_the_run():
         shown = demonstration(experiment.task, task, experiment.seed)
     if not ((alone or shown) if running else (alone and reward.works_unopened)):
         return
     what = "the demonstration" if shown else f"the bare answer {task.answer!r:.100}"
-    await _grade(reward, what, _conversation(task, shown or said))
+    await grade(reward, what, a_conversation(task, shown or said))
 
 
 async def try_empty_answer(experiment: Experiment, task: Task) -> None:
     """Raise ConfigError where a reward of somebody's own cannot grade an empty answer, where nothing follows one."""
     ends = type(experiment.environment) in (ToolUse, SingleTurn)
     if ends and experiment.reward.works_unopened and not all_ours(experiment.reward):
-        async with _left_to_the_run():
-            await _grade(experiment.reward, "an empty answer", _conversation(task, [Message("assistant", "")]))
+        async with left_to_the_run():
+            await grade(experiment.reward, "an empty answer", a_conversation(task, [Message("assistant", "")]))
 
 
 def _suit(experiment: Experiment, world: Environment) -> None:
@@ -125,7 +118,7 @@ async def ungraded(experiment: Experiment, held_out: Sequence[Task], tasks: Iter
     first = {task.id: task for task in some if task.answer}  # without one, that was said
     for task in first.values():
         try:
-            await scores(reward, [_conversation(task, [Message("assistant", "")])])
+            await scores(reward, [a_conversation(task, [Message("assistant", "")])])
         except TaskError as error:
             errors.append(error)
     told = f"{len(errors)} of the first {len(first)} tasks cannot be graded, correct them or leave them out"
@@ -157,154 +150,7 @@ def _content(task: Task) -> str:
     return repr((task.messages, task.answer, task.metadata))
 
 
-async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
-    """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
-
-    Returns what to say of rows that cannot be used, and where some calls are refused.
-    Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
-    """
-    environment, source = experiment.environment, experiment.demonstrated
-    if not experiment.sft.steps or source.opens:
-        return []
-    stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
-    notes = list(stream.notes) if experiment.sft.demonstrations else []  # those of the run's own tasks are told
-    shown = (
-        (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
-    )
-    told, lengths, taken, first = list[str](), list[int](), False, list(islice(shown, GRADED))
-    if not first:
-        raise ConfigError(without_demonstrations(source))
-    if not _begins(environment):
-        return notes + _cut(experiment, first, chat)
-    ends_s = asyncio.get_running_loop().time() + LONGEST_S
-    for number, (task, messages) in enumerate(_tried(first, shown if type(environment) is ToolUse else ())):
-        try:
-            async with asyncio.timeout_at(ends_s):
-                example = await laid_out(task, messages, environment, chat)
-                why, takes = refused_calls(example, environment)
-                taken = taken or takes
-                if why and not taken:
-                    raise ConfigError(f"{why}; correct it")
-                told += filter(None, [why, _lacking(task, messages)] if type(environment) is ToolUse else [why])
-                lengths.append(example.longest_context_tokens)
-                if environment.replayable and not experiment.agent.active:
-                    told += await _play(experiment, task, messages, chat, graded=number == 0)
-        except ConfigError:
-            raise
-        except Exception as error:
-            failed = isinstance(error, OutageError)  # a tool has
-            cause = error.__cause__ if failed and error.__cause__ else error
-            late = isinstance(error, TimeoutError)
-            if late or not extension.of_own_code(cause) or (failed and isinstance(cause, OSError)):  # out of reach
-                break
-            why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
-            if isinstance(cause, KeyError) and {"said"} <= task.metadata.keys() <= {"messages", "said", "tools"}:
-                why += "; its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories"
-            sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
-            if sure or not failed:
-                raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
-            told.append(f"the demonstration of task {task.id}: {why}")
-    room = max(experiment.batch.context, environment.max_context_length)
-    if lengths and min(lengths) > room and not experiment.condenser.active:
-        notes.append(
-            f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
-            f"from: raise batch.token_budget or environment.max_context_length above {room}"
-        )
-    notes += [*told[:1], *_cut(experiment, first, chat)]
-    return notes + await _paid(experiment, [_conversation(*each) for each in first])
-
-
-def _tried(first: list[Shown], more: Iterable[Shown]) -> list[Shown]:
-    """The first demonstration, and some that make calls, which teachers who guess seldom do."""
-    calling = (one for one in chain(first[1:], more) if any(said.tool_calls for said in one[1]))
-    chosen = [first[0], *islice(calling, FEW - 1)]
-    return [*chosen, *(one for one in first if all(one is not other for other in chosen))][:FEW]
-
-
-def without_demonstrations(source: TaskSource) -> str:
-    """Says that `source` gave none for MAX_WITHOUT tasks in a row."""
-    name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
-    cure = cure if is_ours(source) else f"let {name}.demonstration return messages, or set sft.steps=0"
-    return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
-
-
-def _cut(experiment: Experiment, shown: Sequence[Shown], chat: Chat) -> list[str]:
-    """What to say where turns of demonstrations have more tokens than the policy may sample."""
-    most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
-    for task, messages in shown:
-        said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
-        lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
-    (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
-    told = f"of {len(shown)} demonstrations {count} have turns longer than sampling.max_new_tokens={most}, as {name}"
-    return [f"{told}: what imitates them is cut, which is no success; set it to {longest} or higher"] if count else []
-
-
-def _lacking(task: Task, messages: Sequence[Message]) -> str:
-    """What a demonstration lacks where a tool answers every call, and the policy then goes on; "" = nothing."""
-    said, whose = (*task.messages, *messages), f"the demonstration of task {task.id}"
-    calls = [call for message in said for call in message.tool_calls if call.name != CONDENSE.name]
-    answered = sum(message.role == "tool" for message in said)
-    if answered != len(calls):
-        return f"{whose} makes {len(calls)} calls and has {answered} answers: a message of role tool belongs after each"
-    if messages[-1].role == "assistant":
-        return ""
-    return f"{whose} ends with a message of role {messages[-1].role}: the policy does not see how to go on from there"
-
-
-async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
-    """What to say where the reward takes no demonstration for a success, or one of somebody's own an empty answer."""
-    reward, name = experiment.reward, type(experiment.reward).__name__
-    if not reward.works_unopened or experiment.agent.active:
-        return []
-    if reward.looks_for and not any(map(reward.answer, shown)):
-        return [f"none of {len(shown)} demonstrations has an answer where it is looked for: {reward.looks_for}"]
-    own = not (all_ours(reward) or experiment.sft.demonstrations)
-    if not own:  # a row may have no answer
-        shown = [one for one in shown if one.task.answer and reward.compares and not reward.parts]
-    async with _left_to_the_run():
-        paid = list[float]()
-        for one in shown:
-            paid += [score.total for score in await scores(reward, [one]) if isinstance(score, Score)]
-            if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
-                break
-        if paid and max(paid) < reward.success_at:
-            least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
-            return [f"reward {name} pays the first {len(paid)} demonstrations at most {max(paid):g}, {least}"]
-        for one in shown[:1] if own else ():
-            (empty,) = await scores(reward, [_conversation(one.task, [Message("assistant", "")])])
-            if isinstance(empty, Score) and empty.total >= reward.success_at:
-                return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]
-    return []
-
-
-async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat, graded: bool) -> list[str]:
-    """Let the environment answer what is demonstrated, and where it is `graded` a reward of somebody's own grade that.
-
-    Returns what to say where a tool answers otherwise than the demonstration has it. Raises ConfigError for the reward.
-    """
-    said = [message for message in messages if message.role == "assistant" and message.name != SUMMARY]
-    if any(call.name == CONDENSE.name for message in said for call in message.tool_calls):
-        return []  # which the condenser answers
-    world: Any = experiment.environment
-    world = replace(world, max_turns=len(said), **({"call_retries": 0} if isinstance(world, ToolUse) else {}))
-
-    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
-        return written(said.pop(0), chat)
-
-    played = await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED))
-    graded = graded and not experiment.sft.demonstrations  # whose rows may lack what a reward needs
-    if graded and experiment.reward.works_unopened and not all_ours(experiment.reward):
-        await _grade(experiment.reward, "the demonstration", played)
-    own_answers = [message for turn in played.turns for message in turn.observations]
-    answers = [[one for one in some if one.role == "tool"] for some in (messages, own_answers)]
-    other = next(((one, own) for one, own in zip(*answers, strict=False) if one.content != own.content), None)
-    if not other:
-        return []
-    shown, own = (f"{message.content!r:.100}" for message in other)
-    return [f"the demonstration of task {task.id} has {shown} where the tool {other[1].name} answers {own}"]
-
-
-async def _grade(reward: Reward, what: str, played: Trajectory) -> None:
+async def grade(reward: Reward, what: str, played: Trajectory) -> None:
     (score,) = await scores(reward, [played])
     if isinstance(score, Exception):
         why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
@@ -342,7 +188,7 @@ async def try_condenser(condenser: Condenser, task: Task, chat: Chat) -> None:
 def untried(experiment: Experiment, trains: bool) -> str:
     """Says which parts are the user's own code that only a run, which `trains` or not, calls; "" = none."""
     environment, reward, agent = experiment.environment, experiment.reward, experiment.agent
-    alone = _begins(environment) and not (experiment.task.opens or agent.active)
+    alone = begins(environment) and not (experiment.task.opens or agent.active)
     shown = (
         alone and trains and environment.replayable and experiment.sft.steps and experiment.demonstrated.demonstrates
     )
@@ -358,7 +204,7 @@ def untried(experiment: Experiment, trains: bool) -> str:
 
 
 @asynccontextmanager
-async def _left_to_the_run(begins: Task | None = None) -> AsyncGenerator[None]:
+async def left_to_the_run(begins: Task | None = None) -> AsyncGenerator[None]:
     """What within takes too long or goes wrong is left to the run, but for a wrong setting.
 
     And but for a mistake in code of the user's own by which a task that `begins` does not. Raises ConfigError.
@@ -373,7 +219,7 @@ async def _left_to_the_run(begins: Task | None = None) -> AsyncGenerator[None]:
             raise ConfigError(f"task {begins.id} cannot begin: {extension.explained(error)}; correct it") from error
 
 
-def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
+def a_conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
     """Of `messages`, without their tokens."""
     turns: list[Turn] = []
     for message in messages:
@@ -384,7 +230,7 @@ def _conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
     return Trajectory(task, turns=turns)
 
 
-def _begins(environment: Environment, opened: bool = False) -> bool:
+def begins(environment: Environment, opened: bool = False) -> bool:
     """Whether a conversation may begin to try it: it is ours, and `opened`, or has nothing that has to be."""
     return is_ours(environment) and (opened or not environment.opens)
 

@@ -41,7 +41,8 @@ class Conversations(FileSource):
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         if not first:
             raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
-        kept = {name: value for name, value in row.items() if "turns" not in row or name not in _AT_TIMES}
+        collected_row = {"turns", "status"} <= row.keys()
+        kept = {name: value for name, value in row.items() if not collected_row or name not in _AT_TIMES}
         task = super().task(rows, number, {**kept, self.columns.prompt: values[:first]})
         own: Any = task.metadata.get("metadata")  # of the task that was collected
         collected = cast("Row", own) if isinstance(own, Mapping) else {}

@@ -1,0 +1,207 @@
+"""What is tried of the first demonstrations before a model is loaded, as a warm start would see them."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from mtgrpo.chat import Chat
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.environments.tool_use import OutageError, ToolUse
+from mtgrpo.errors import ConfigError, TaskError
+from mtgrpo.parts import extension
+from mtgrpo.rewards import Score, scores
+from mtgrpo.rollout.conversation import CONDENSE, run_rollout
+from mtgrpo.rollout.demonstrations import laid_out, refused_calls, written
+from mtgrpo.stages.trial import (
+    FEW,
+    LONGEST_S,
+    MISTAKES,
+    a_conversation,
+    all_ours,
+    begins,
+    grade,
+    is_ours,
+    left_to_the_run,
+)
+from mtgrpo.tasks import Split, TaskSource, demonstration
+from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Limits, Message, Sampling, Task, Trajectory
+
+GRADED = 20  # demonstrations, some of which should be right
+DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
+MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
+Shown = tuple[Task, Sequence[Message]]
+
+
+async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
+    """Raise ConfigError where the environment or its tools cannot begin what is demonstrated, or `chat` not write it.
+
+    Returns what to say of rows that cannot be used, and where some calls are refused.
+    Nothing is open yet: what has to be, and whatever else goes wrong, is left to the warm start.
+    """
+    environment, source = experiment.environment, experiment.demonstrated
+    if not experiment.sft.steps or source.opens:
+        return []
+    stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    notes = list(stream.notes) if experiment.sft.demonstrations else []  # those of the run's own tasks are told
+    shown = (
+        (task, said) for task in islice(stream, MAX_WITHOUT) if (said := demonstration(source, task, experiment.seed))
+    )
+    told, lengths, taken, refused = list[str](), list[int](), False, None
+    first = list({task.id: (task, said) for task, said in islice(shown, GRADED)}.values())
+    if not first:
+        raise ConfigError(without_demonstrations(source))
+    if not begins(environment):
+        return notes + _cut(experiment, first, chat)
+    ends_s = asyncio.get_running_loop().time() + LONGEST_S
+    further = shown if type(environment) is ToolUse and is_ours(source) else ()
+    for number, (task, messages) in enumerate(_tried(first, further)):
+        try:
+            async with asyncio.timeout_at(ends_s):
+                example = await laid_out(task, messages, environment, chat)
+                why, takes = refused_calls(example, environment)
+                taken = taken or takes
+                if why and not taken:
+                    raise ConfigError(f"{why}; correct it")
+                told += filter(None, [why, _lacking(task, messages)] if type(environment) is ToolUse else [why])
+                lengths.append(example.longest_context_tokens)
+                if environment.replayable and not experiment.agent.active:
+                    told += await _play(experiment, task, messages, chat, graded=number == 0)
+        except TaskError as error:  # of a file a row, which the warm start leaves out
+            if not experiment.sft.demonstrations:
+                raise
+            refused = error
+            told.append(str(error))
+        except ConfigError:
+            raise
+        except Exception as error:
+            failed = isinstance(error, OutageError)  # a tool has
+            cause = error.__cause__ if failed and error.__cause__ else error
+            late = isinstance(error, TimeoutError)
+            if late or not extension.of_own_code(cause) or (failed and isinstance(cause, OSError)):  # out of reach
+                break
+            why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
+            if isinstance(cause, KeyError) and {"said"} <= task.metadata.keys() <= {"messages", "said", "tools"}:
+                why += "; its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories"
+            sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
+            if sure or not failed:
+                raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
+            told.append(f"the demonstration of task {task.id}: {why}")
+    if refused and not lengths:
+        raise refused
+    notes += [*_no_room(experiment, lengths), *told[:1], *_cut(experiment, first, chat)]
+    return notes + await _paid(experiment, [a_conversation(*each) for each in first])
+
+
+def _tried(first: list[Shown], more: Iterable[Shown]) -> list[Shown]:
+    """The first demonstration, and some that make calls, which teachers who guess seldom do."""
+    calling = list(islice((one for one in first[1:] if _calls(one)), FEW - 1))
+    if not calling and not _calls(first[0]):
+        with suppress(ConfigError):  # of rows that the run may never read
+            calling = list(islice(filter(_calls, more), 1))
+    chosen = [first[0], *calling]
+    return [*chosen, *(one for one in first if all(one is not other for other in chosen))][:FEW]
+
+
+def _calls(shown: Shown) -> bool:
+    return any(said.tool_calls for said in shown[1])
+
+
+def without_demonstrations(source: TaskSource) -> str:
+    """Says that `source` gave none for MAX_WITHOUT tasks in a row."""
+    name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
+    cure = cure if is_ours(source) else f"let {name}.demonstration return messages, or set sft.steps=0"
+    return f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}"
+
+
+def _no_room(experiment: Experiment, lengths: Sequence[int]) -> list[str]:
+    """What to say where all demonstrations are longer than what is learned from."""
+    room = max(experiment.batch.context, experiment.environment.max_context_length)
+    if not lengths or min(lengths) <= room or experiment.condenser.active:
+        return []
+    return [
+        f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
+        f"from: raise batch.token_budget or environment.max_context_length above {room}"
+    ]
+
+
+def _cut(experiment: Experiment, shown: Sequence[Shown], chat: Chat) -> list[str]:
+    """What to say where turns of demonstrations have more tokens than the policy may sample."""
+    most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
+    for task, messages in shown:
+        said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
+        lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
+    (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
+    told = f"of {_counted(len(shown))} {count} have turns longer than sampling.max_new_tokens={most}, as {name}"
+    return [f"{told}: what imitates them is cut, which is no success; set it to {longest} or higher"] if count else []
+
+
+def _lacking(task: Task, messages: Sequence[Message]) -> str:
+    """What a demonstration lacks where a tool answers every call, and the policy then goes on; "" = nothing."""
+    said, whose = (*task.messages, *messages), f"the demonstration of task {task.id}"
+    calls = [call for message in said for call in message.tool_calls if call.name != CONDENSE.name]
+    answered = sum(message.role == "tool" for message in said)
+    if answered != len(calls):
+        return f"{whose} makes {len(calls)} calls and has {answered} answers: a message of role tool belongs after each"
+    if messages[-1].role == "assistant":
+        return ""
+    return f"{whose} ends with a message of role {messages[-1].role}: the policy does not see how to go on from there"
+
+
+def _counted(number: int) -> str:
+    return f"{number} demonstration{'s' * (number > 1)}"
+
+
+async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
+    """What to say where the reward takes no demonstration for a success, or one of somebody's own an empty answer."""
+    reward, name = experiment.reward, type(experiment.reward).__name__
+    if not reward.works_unopened or experiment.agent.active:
+        return []
+    own = not (all_ours(reward) or experiment.sft.demonstrations)
+    async with left_to_the_run():
+        if reward.looks_for and not any(map(reward.answer, shown)):
+            return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
+        if not own:  # a row may have no answer
+            shown = [one for one in shown if one.task.answer and reward.compares and not reward.parts]
+        paid = list[float]()
+        for one in shown:
+            paid += [score.total for score in await scores(reward, [one]) if isinstance(score, Score)]
+            if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
+                break
+        if paid and max(paid) < reward.success_at:
+            least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
+            return [f"reward {name} pays the first {_counted(len(paid))} at most {max(paid):g}, {least}"]
+        for one in shown[:1] if own else ():
+            (empty,) = await scores(reward, [a_conversation(one.task, [Message("assistant", "")])])
+            if isinstance(empty, Score) and empty.total >= reward.success_at:
+                return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]
+    return []
+
+
+async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat, graded: bool) -> list[str]:
+    """Let the environment answer what is demonstrated, and where it is `graded` a reward of somebody's own grade that.
+
+    Returns what to say where a tool answers otherwise than the demonstration has it. Raises ConfigError for the reward.
+    """
+    said = [message for message in messages if message.role == "assistant" and message.name != SUMMARY]
+    if any(call.name == CONDENSE.name for message in said for call in message.tool_calls):
+        return []  # which the condenser answers
+    world: Any = experiment.environment
+    world = replace(world, max_turns=len(said), **({"call_retries": 0} if isinstance(world, ToolUse) else {}))
+
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        return written(said.pop(0), chat)
+
+    played = await run_rollout(task, world, chat, sample, Sampling(max_new_tokens=1), Limits(UNLIMITED))
+    graded = graded and not experiment.sft.demonstrations  # whose rows may lack what a reward needs
+    if graded and experiment.reward.works_unopened and not all_ours(experiment.reward):
+        await grade(experiment.reward, "the demonstration", played)
+    own_answers = [message for turn in played.turns for message in turn.observations]
+    answers = [[one for one in some if one.role == "tool"] for some in (messages, own_answers)]
+    other = next(((one, own) for one, own in zip(*answers, strict=False) if one.content != own.content), None)
+    if not other:
+        return []
+    shown, own = (f"{message.content!r:.100}" for message in other)
+    return [f"the demonstration of task {task.id} has {shown} where the tool {other[1].name} answers {own}"]
