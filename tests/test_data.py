@@ -96,7 +96,7 @@ def test_a_column_that_few_rows_lack_is_noted(place: Path, run: Run) -> None:
 
 def test_what_is_collected_in_some_rows_alone_is_not_missed(place: Path, run: Run) -> None:
     said = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
-    rows = [{"messages": said, "metadata": {}, "turns": [], "calls": [], "kind": "x"} for _ in range(20)]
+    rows = [{"messages": said, "turns": [], "status": "completed", "calls": [], "kind": "x"} for _ in range(20)]
     del rows[7]["calls"], rows[8]["kind"]
     write(place / "mine.jsonl", *rows)
     out = run("data", "check", "mine.jsonl")[1]

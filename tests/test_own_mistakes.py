@@ -489,7 +489,7 @@ def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path)
         ("trajectory.final == '#### 1'", ""),
         (
             "trajectory.final == trajectory.task.answer",
-            "pays the first 1 demonstration at most 0, and reward.success_at",
+            "pays the first 20 demonstrations at most 0, and reward.success_at",
         ),
         ("1", "pays an empty answer 1, which is a success"),
     ],

@@ -151,6 +151,7 @@ def _content(task: Task) -> str:
 
 
 async def grade(reward: Reward, what: str, played: Trajectory) -> None:
+    """Raise ConfigError where `reward` cannot grade `what`, which was played."""
     (score,) = await scores(reward, [played])
     if isinstance(score, Exception):
         why = f"{extension.explained(score)}; correct it, or raise PolicyError where a text cannot be graded"
