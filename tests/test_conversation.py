@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.chat import Chat, ChatSettings, open_chat
+from mtgrpo.condensers import Conversation, When
 from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.errors import ConfigError, PolicyError, TaskError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.rewards import Reward
@@ -35,7 +36,7 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.sft import demonstrations
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
-from mtgrpo.types import Finish, Group, Limits, Message, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Finish, Group, Limits, Message, Sample, Sampling, Status, Task, ToolCall, Trajectory
 from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 
@@ -403,22 +404,59 @@ def test_what_an_environment_cannot_read_is_no_failure() -> None:
     assert (len(trajectory.turns), trajectory.reward) == (1, 1.0)
 
 
-def test_a_template_that_refuses_what_the_policy_said_ends_its_conversation_alone() -> None:
-    class Strict(Forgetful):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open = self.strictly
+class Strict(Forgetful):
+    """Refuses two users in a row, answers of tools without a call, and two calls."""
 
-        def strictly(self, messages: Sequence[Message], tools: Any) -> list[int]:
-            if len(messages) > 1:
-                raise ConfigError("roles must alternate")
-            return chat().open(messages, tools)
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = self.strictly
 
-    trajectory, _ = played([said("a")], Talk(), with_chat=Strict())
+    def strictly(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        pairs = [(before, after) for before, after in itertools.pairwise(messages) if before.role != "tool"]
+        if any(before.role == after.role == "user" for before, after in pairs):
+            raise ConfigError("roles must alternate")
+        if any(after.role == "tool" and len(before.tool_calls) != 1 for before, after in pairs):
+            raise ConfigError("one call")
+        return chat().open(messages, tools)
+
+
+@dataclass
+class Twice(Talk):
+    """Says two things as the user."""
+
+    async def step(self, message: Message) -> Reply:
+        return Reply((Message("user", "noted"), Message("user", "and now?")))
+
+
+@pytest.mark.parametrize("text", ["<tool_call>\n{\n</tool_call>", CALL + CALL])
+def test_a_template_that_refuses_what_the_policy_said_ends_its_conversation_alone(text: str) -> None:
+    trajectory, _ = played([said(text)], calculator(), with_chat=Strict())
     assert (trajectory.status, trajectory.reason, len(trajectory.turns)) == (Status.TRUNCATED, "chat_template", 1)
-    shown = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
-    with pytest.raises(ConfigError, match="the chat template refuses"):
+
+
+def test_a_template_that_refuses_whatever_the_policy_says_ends_the_run_and_leaves_out_a_demonstration() -> None:
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        played([said("a")], Twice(), with_chat=Strict())
+    shown = [Message("assistant", "a"), Message("user", "b"), Message("user", "c"), Message("assistant", "d")]
+    with pytest.raises(TaskError, match="roles must alternate"):
         asyncio.run(demonstrate(TASK, Opening(TASK.messages), shown, Strict()))
+
+
+def test_a_demonstration_that_a_template_or_a_condenser_refuses_is_not_cut() -> None:
+    class Unable(Whole):
+        active = True
+
+        async def condense(self, conversation: Conversation) -> list[Message]:
+            raise PolicyError("no summary")
+
+    call, answer = ToolCall("calculator", {"expression": "1"}), Message("tool", "1", name="calculator")
+    twice = [Message("assistant", tool_calls=(call, call)), answer, answer, Message("assistant", "1")]
+    with pytest.raises(TaskError, match="the chat template refuses"):
+        asyncio.run(demonstrate(TASK, Opening(TASK.messages), twice, Strict()))
+    shown = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
+    unable = Unable(When.every_turn)
+    with pytest.raises(TaskError, match="the condenser cannot read the conversation about task"):
+        asyncio.run(demonstrate(TASK, Opening(TASK.messages), shown, chat(), unable, 1000))
 
 
 def test_a_wrong_configuration_is_not_a_failure() -> None:

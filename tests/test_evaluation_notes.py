@@ -50,10 +50,12 @@ def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
     cut = said("6")
     cut.status, cut.reason = Status.TRUNCATED, "max_new_tokens"
     (note,) = notes(EM(), cut, said("62"))
-    assert note == "evaluation: no success: 1 of 2 conversations are cut: set max_new_tokens higher"
+    assert note == "evaluation: no success: 1 of 2 conversations are cut: set sampling.max_new_tokens higher"
     unread = said("6")
     unread.status, unread.reason = Status.TRUNCATED, "policy_error"
     assert notes(EM(), unread) == [] and notes(EM(), cut, unread) == [note]
     right = said("61")
     right.reward = 1.0
-    assert notes(EM(), cut, right) == []
+    assert notes(EM(), cut, right) == [] and notes(EM(), cut, *[said("62")] * 9) == []
+    cut.reason = "max_turns"
+    assert notes(EM(), cut)[0].endswith("1 of 1 conversations are cut: set environment.max_turns higher")

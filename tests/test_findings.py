@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -441,22 +442,36 @@ def test_a_model_is_told_by_its_files_alone(tmp_path: Path) -> None:
     assert evaluate._files(tmp_path).keys() == {"weights"}
 
 
+@pytest.mark.parametrize(
+    ("at_once", "most", "failing", "ended"),
+    [
+        (2, 2, range(4, 8), "tasks 3 to 4 failed, by no 4"),
+        (1, 2, range(4, 8), "tasks 3 to 4 failed, by no 6"),
+        (1, 20, range(4, 8), ""),
+        (2, 20, range(4), "tasks 1 to 2 failed, by no 0"),
+        (1, 20, range(2), "task 1 failed, by no 0"),
+    ],
+)
 async def test_an_engine_that_breaks_ends_a_collection_and_what_failed_is_told(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_once: int, most: int, failing: range, ended: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, played = RolloutRunner._attempt, itertools.count()
 
     async def breaking(runner: RolloutRunner, task: Task, *which: int) -> Trajectory:
-        if (number := next(played)) in (1, *range(4, 8)):
+        if (number := next(played)) in (1, *failing):
             return Trajectory(task, status=Status.FAILED, reason=f"no {number}")
         return await real(runner, task, *which)
 
     monkeypatch.setattr(RolloutRunner, "_attempt", breaking)
-    words = ("collect.tasks=6", "collect.samples=2", "rollout.prompts_per_step=2", "rollout.retries=0")
-    with pytest.raises(AllFailedError, match="every conversation of tasks 3 to 4 failed, by no 4"):
-        await run_collection(preset("calculator", *SMALL, *words, f"model.name={base / 'model'}"), tmp_path)
-    assert len((tmp_path / "collected.jsonl").read_text().splitlines()) == 3
-    assert "1 of 4 conversations failed, the first because of no 1" in (tmp_path / "notes.txt").read_text()
+    monkeypatch.setattr(evaluate, "_MOST_FAILED", most)
+    words = ("collect.tasks=6", "collect.samples=2", f"rollout.prompts_per_step={at_once}", "rollout.retries=0")
+    experiment = preset("calculator", *SMALL, *words, f"model.name={base / 'model'}")
+    with pytest.raises(AllFailedError, match=f"every conversation of {ended}") if ended else nullcontext():
+        await run_collection(experiment, tmp_path)
+    written = 3 if 4 in failing else 0
+    assert len((tmp_path / "collected.jsonl").read_text().splitlines()) == (written if ended else 7)
+    first = f"of {2 * at_once} conversations failed, the first because of no {0 if 0 in failing else 1}"
+    assert first in (tmp_path / "notes.txt").read_text()
 
 
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:

@@ -298,7 +298,9 @@ def test_pass_at_any_number_of_samples_is_shown(
             | {"rollout/truncated/max_turns": 0.02, "rollout/truncated/max_new_tokens": 0.88},
             "88% cut by max_new_tokens, which is no success",
         ),
-        ({"eval/success": 0.0, "eval/truncated": 1.0, "eval/truncated/max_turns": 1.0}, "100% cut by max_turns"),
+        ({"eval/success": 0.1, "eval/truncated": 0.9, "eval/truncated/max_turns": 0.9}, "90% cut by max_turns"),
+        ({"eval/success": 0.0, "eval/truncated": 1.0, "eval/truncated/max_turns": 1.0}, ""),  # a note has it
+        ({"eval/success": 0.0, "eval/truncated": 1.0, "eval/truncated/policy_error": 1.0}, "100% cut by policy_error"),
     ],
 )
 def test_why_nothing_is_learned_stands_beside_the_reward(

@@ -51,6 +51,12 @@ def test_a_policy_that_needs_no_tools_or_never_had_any_is_left_alone() -> None:
     assert not any(watched.warnings({**FINE, "rollout/tool_rate": 0.0}) for _ in range(2 * PATIENCE))
 
 
+def test_what_no_limit_cuts_wants_no_higher_limit() -> None:
+    cut = {"rollout/truncated": 0.61, "rollout/truncated/policy_error": 0.6, "rollout/truncated/max_turns": 0.01}
+    watched = Trends()
+    assert not any(watched.warnings({**FINE, **cut}) for _ in range(2 * PATIENCE))
+
+
 def test_conversations_that_wait_for_the_tools_of_others_are_said() -> None:
     for each_s, said in ((4.0, [0, 0, 1, 0]), (2.0, [0, 0, 0, 0])):  # of 9 s of a step's rollouts
         watched = Trends()

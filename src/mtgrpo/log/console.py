@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtgrpo.errors import POLICY_ERROR, REFUSED
 from mtgrpo.log import Sink
 from mtgrpo.parts import RunContext
 from mtgrpo.runtime.text import clock, is_number, printable, sparkline
@@ -202,6 +203,8 @@ def _obstacles(metrics: Mapping[str, float]) -> list[str]:
         cut = {name: share for name, share in metrics.items() if name.startswith(f"{area}/truncated/")}
         if metrics.get(f"{area}/truncated", 0) > 0.5:
             limit = max(cut, key=lambda name: cut[name])
+            if (area, metrics.get("eval/success")) == ("eval", 0) and not limit.endswith((POLICY_ERROR, REFUSED)):
+                continue  # a note says so, with the option
             held_out = "held-out " * (area == "eval" and "reward/mean" in metrics)
             obstacles.append(f"{held_out}{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
     return obstacles

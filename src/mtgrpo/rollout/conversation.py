@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, cast
 
 from mtgrpo.chat import Chat
@@ -17,7 +17,20 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, PolicyError
 from mtgrpo.parts.extension import awaited, misgiven, place
 from mtgrpo.runtime.text import head_and_tail
-from mtgrpo.types import Attend, Finish, Limits, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
+from mtgrpo.types import (
+    Attend,
+    Finish,
+    Limits,
+    Message,
+    Sample,
+    Sampling,
+    Status,
+    Task,
+    ToolCall,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
 
 CONDENSE = ToolSpec(
     "condense", "Make room: forget the older part of this conversation.", {"type": "object", "properties": {}}
@@ -35,6 +48,10 @@ def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[To
     if any(tool.name == CONDENSE.name for tool in tools):
         raise ConfigError(f"condenser.when=on_request: the environment has its own tool {CONDENSE.name}; rename it")
     return (*tools, CONDENSE)
+
+
+class RefusedError(ConfigError):
+    """The chat template refuses how a conversation goes on, whatever the policy says in it."""
 
 
 class _LimitError(Exception):
@@ -56,7 +73,7 @@ async def run_rollout(
     Reaching a limit ends it with status TRUNCATED and the limit's name as the reason; so do a PolicyError, and a chat
     template that refuses what the policy said. What the environment raises otherwise is not caught here: a failure is
     not an outcome of the policy. Raises ConfigError for a condenser whose budget does not hold the opening, or that
-    gives other messages than it may.
+    gives other messages than it may, and RefusedError.
     """
     trajectory = Trajectory(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
@@ -263,9 +280,14 @@ class _State:
         try:
             return self.chat.open(messages, self._tools)
         except ConfigError as error:
-            if any(message.role == "assistant" for message in messages[len(self._opening) :]):
-                raise _LimitError(REFUSED) from error
-            raise
+            since = messages[len(self._opening) :]
+            if not since:
+                raise
+            try:
+                self.chat.open([*self._opening, *_plain(since)], self._tools)
+            except ConfigError:
+                raise RefusedError(*error.args) from error
+            raise _LimitError(REFUSED) from error
 
     def _count(self, messages: Sequence[Message]) -> int:
         return len(self._open(messages))
@@ -276,6 +298,18 @@ class _State:
         history = [*messages_of(self._opening, before), message]
         ended = self.trajectory.turns[-1].output[-1]
         return self.chat.extend(history, [*answers, *question], self._tools, ended)
+
+
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """As if the policy had said the simplest that has such answers: a call where a tool does, a text elsewhere."""
+    plain: list[Message] = []
+    for message, after in zip_longest(messages, messages[1:]):
+        calls = (ToolCall(CONDENSE.name, {}),) if after and after.role == "tool" else ()
+        if message.role == "assistant":
+            plain.append(Message("assistant", "" if calls else "text", tool_calls=calls))
+        elif not (message.role == "tool" and plain and plain[-1].role == "tool"):  # of several calls it is the first
+            plain.append(message)
+    return plain
 
 
 def _steps(messages: Sequence[Message]) -> list[Step]:

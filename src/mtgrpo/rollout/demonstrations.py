@@ -10,8 +10,8 @@ from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import REFUSED, ConfigError, TaskError, meant
-from mtgrpo.rollout.conversation import CONDENSE, run_rollout
+from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, TaskError, meant
+from mtgrpo.rollout.conversation import CONDENSE, RefusedError, run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
 
@@ -70,17 +70,22 @@ async def demonstrate(
     script = _Script(task, left, chat, condenser)
     limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    shown = await run_rollout(task, Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
-    return unrefused(shown)
+    world = Scripted(opening, left)
+    try:
+        return unrefused(await run_rollout(task, world, chat, script.sample, sampling, limits, script, attend))
+    except RefusedError as error:
+        raise TaskError(*error.args) from error
 
 
 def unrefused(shown: Trajectory) -> Trajectory:
-    """What was written and not sampled. Raises TaskError where the chat template refuses it."""
+    """What was written and not sampled. Raises TaskError where the chat template or the condenser refuses it."""
     if shown.reason == REFUSED:
         raise TaskError(
             f"the chat template refuses how the conversation about task {shown.task.id} goes on; choose another one "
             "with chat.template=chatml or chat.template=PATH"
         )
+    if shown.reason == POLICY_ERROR:
+        raise TaskError(f"the condenser cannot read the conversation about task {shown.task.id}")
     return shown
 
 

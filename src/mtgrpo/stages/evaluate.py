@@ -30,6 +30,11 @@ from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
 from mtgrpo.types import COLLECTING, EVALUATION, Group, Status, Task
 
+_MOST_FAILED = 20  # tasks in a row
+_NOTABLE = 0.1  # the share of conversations that limits cut
+_GROUPS = {"max_new_tokens": "sampling", "max_condensed_tokens": "condenser", "max_requests": "agent"} | dict.fromkeys(
+    ("max_trajectory_tokens", "max_trajectory_tool_tokens"), "rollout"
+)  # of the options that are limits; of the others it is environment
 _SHARE = 8  # beside training, an evaluation has one of so many conversations
 Play = Callable[[RolloutRunner, Task, int], Coroutine[Any, Any, Group]]  # so many samples of a task
 
@@ -175,8 +180,9 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
         )
     cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
     cut -= Counter({POLICY_ERROR: len(valid), REFUSED: len(valid)})  # which are no limits
-    if cut and not any(t.succeeded(reward.success_at) for t in valid):
-        notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {', '.join(cut)} higher")
+    if cut.total() > _NOTABLE * len(valid) and not any(t.succeeded(reward.success_at) for t in valid):
+        options = ", ".join(f"{_GROUPS.get(limit, 'environment')}.{limit}" for limit in cut)
+        notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {options} higher")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
 
 
@@ -259,22 +265,20 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
 async def run_collection(experiment: Experiment, folder: Path) -> None:
     """Write what the model says into `folder`, task by task, as `experiment.collect` says.
 
-    Raises AllFailedError where of as many tasks as are played at once all fail; what is written by then stays.
+    Raises AllFailedError where the first tasks that are played at once all fail, or later so many in a row; what is
+    written by then stays.
     """
     async with open_run(experiment, folder, trains=False) as run:
         wanted, experiment = run.experiment.collect, run.experiment
         split, seed = (Split.eval, EVAL_SEED) if wanted.held_out else (Split.train, experiment.seed)
         tasks = experiment.task.stream(split, seed, repeat=False)  # each once
         runner, path, at_once = run.runner.at("collect"), folder / wanted.file, experiment.rollout.prompts_per_step
-        done, written, played = 0, 0, Counter[str]()
+        done, written, failed, played = 0, 0, 0, Counter[str]()
         run.sinks.stage(COLLECTING, wanted.tasks)
         with open_rows(path, wanted.form is Form.messages) as write:
             # As many tasks at once as a training step has, so that few conversations are held.
             while chosen := list(itertools.islice(tasks, min(at_once, wanted.tasks - done))):
                 groups = await together(runner.again(task, played).run_group(task, wanted.samples) for task in chosen)
-                if not any(group.valid for group in groups) and (not done or len(chosen) == at_once):
-                    reason, last = groups[0].trajectories[0].reason, done + len(chosen)
-                    raise AllFailedError(f"every conversation of tasks {done + 1} to {last} failed, by {reason}")
                 run.sinks.tell(describe_failures(groups, None))
                 rows = _rows(run, groups)
                 write(rows)
@@ -282,6 +286,12 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
                 done += len(chosen)
                 metrics = describe(groups, runner.reward.success_at, wanted.samples)
                 run.sinks.log({f"collect/{key}": value for key, value in metrics.items()}, done)
+                for group in groups:
+                    failed = 0 if group.valid else failed + 1
+                if failed and (failed == done or failed >= _MOST_FAILED):
+                    which = f"tasks {done - failed + 1} to {done}" if failed > 1 else f"task {done}"
+                    reason = groups[-failed:][0].trajectories[0].reason
+                    raise AllFailedError(f"every conversation of {which} failed, by {reason}")
         write_summary(folder, {"collect/tasks": done, "collect/conversations": written})
         run.sinks.note(f"{written} conversations of {done} tasks are in {path}")
 

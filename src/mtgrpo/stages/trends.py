@@ -17,6 +17,7 @@ SUDDEN = 2  # steps within which a fall of success and entropy is said at once
 FAR_APART = 10.0  # times the largest difference of log-probabilities in the steps before
 PROVEN = "engine/proof_nats"  # in the metrics of servers
 TRUNCATED = 0.5  # the share of conversations that a limit cut
+CUT_BY = "rollout/truncated/"
 WITHOUT_VARIANCE = "train/steps_without_variance"  # in the summary: steps in which no group's rewards differed
 SCARCE = 0.08  # the share of the memory that is left when the kernel may soon end the process
 
@@ -65,7 +66,7 @@ class Trends:
 
     def warnings(self, metrics: Metrics) -> list[str]:
         """What to tell the user after this step."""
-        entropy, truncated = metrics.get("policy/entropy", math.nan), metrics.get("rollout/truncated", 0.0)
+        entropy = metrics.get("policy/entropy", math.nan)
         if math.isnan(self.entropy):
             self.entropy = entropy
         success = metrics["reward/success"]
@@ -85,15 +86,16 @@ class Trends:
         self.tool_rate = max(self.tool_rate, tool_rate)
         waited_s = metrics.get("perf/lockstep_s", 0.0)
         left, total = memory_left()
-        cut = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
+        cut = {name.rpartition("/")[2]: share for name, share in metrics.items() if name.startswith(CUT_BY)}
         limits = [name for name in cut if name not in (POLICY_ERROR, REFUSED)]
+        truncated = sum(cut[name] for name in limits)
         bad = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "collapse": success < best / 2 and entropy < COLLAPSED * widest,
             "mismatch": mismatch > max(FAR_APART * usual, HARMLESS),
             "tools": tool_rate < COLLAPSED * self.tool_rate and unsolved,
             "variance": metrics["reward/groups_with_variance"] == 0,
-            "truncated": truncated > TRUNCATED and bool(limits),
+            "truncated": truncated > TRUNCATED,
             "memory": left < SCARCE * total,
             "lockstep": waited_s > max(1.0, metrics.get("time/rollout_s", 0.0) / 3),
         }
