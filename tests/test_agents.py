@@ -248,6 +248,9 @@ def solve(task, address):
         ("Outcome(reward=1.0, components={'passed': 'all'})", "give a finite number, or a Score of finite numbers"),
         ("float('nan')", "solve gave nan; give None, a finite number, a text, an Outcome or rewards by reply id ("),
         ("Outcome(reward=float('inf'))", "solve gave Outcome(reward=inf"),
+        ("{ask(address)['id']: float('nan')}", "nan}; give None"),
+        ("Outcome(turn_rewards={ask(address)['id']: float('inf')})", "inf}"),
+        ("Outcome(reward=__import__('numpy').float32('nan'))", "give None, a finite number"),
         ("['#### 5']", "solve gave ['#### 5']; give None"),
     ],
 )

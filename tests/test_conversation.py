@@ -33,6 +33,7 @@ from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages import sft
 from mtgrpo.stages.sft import demonstrations
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
@@ -615,7 +616,10 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
     assert lengths >= {1, 3, 4, 5}
 
 
-def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_not_end() -> None:
+def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sft, "MOST_FAILED", 2)  # in a row, as these are not
     tasks = IndexedStream(9, lambda index: Task(str(index), TASK.messages), seed=0, repeat=False)
     spoken, more = Message("assistant", "a"), Message("user", "more")
     tries, notes, found = Counter[str](), list[str](), list[Trajectory]()
@@ -627,7 +631,7 @@ def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_n
     class Flaky(Talk):
         async def start(self, task: Task) -> Opening:
             tries[task.id] += 1
-            if task.id == "4" or (task.id == "5" and tries[task.id] == 1):
+            if task.id == "7" or (task.id == "5" and tries[task.id] == 1):
                 raise OSError("the shop is closed")
             return await super().start(task)
 
@@ -638,8 +642,8 @@ def test_demonstrations_that_cannot_be_laid_out_are_left_out_and_a_stream_must_n
 
     with pytest.raises(ConfigError, match="the stream of training tasks has ended"):
         asyncio.run(take())
-    assert sorted(example.task.id for example in found) == list("0125678")
-    assert {len(example.turns) for example in found} == {2} and [tries[name] for name in "3456"] == [1, 2, 2, 1]
+    assert sorted(example.task.id for example in found) == list("0124568")
+    assert {len(example.turns) for example in found} == {2} and [tries[name] for name in "3756"] == [1, 2, 2, 1]
     (note,) = notes
     assert note.startswith("demonstrations that cannot be laid out are left out; that of task ")
 

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from asyncio.subprocess import STDOUT
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
@@ -43,11 +43,12 @@ def outcome_of(given: Any, function: Callable[..., Any] | None = None) -> Outcom
     """What `function` returned or a reward file holds, as an Outcome. Raises MisgivenError or TypeError for others."""
     if given is None or isinstance(given, str):
         return Outcome(output=given or "")
-    if isinstance(given, dict) and all(isinstance(value, int | float) for value in given.values()):
-        return Outcome(turn_rewards=cast("dict[str, float]", given))
-    found = Outcome(reward=float(given)) if isinstance(given, int | float) else given
-    if isinstance(found, Outcome) and not (isinstance(found.reward, float) and not math.isfinite(found.reward)):
-        return found
+    with suppress(TypeError, ValueError, OverflowError, AttributeError):  # of what is no number
+        found = Outcome(reward=float(given)) if isinstance(given, int | float) else given
+        if isinstance(given, dict):
+            found = Outcome(turn_rewards=cast("dict[str, float]", given))
+        if isinstance(found, Outcome) and all(map(math.isfinite, (found.reward or 0, *found.turn_rewards.values()))):
+            return found
     wanted = "give None, a finite number, a text, an Outcome or rewards by reply id"
     error = TypeError(f"the agent gave {given!r:.200}; {wanted}")
     raise extension.misgiven(function, given, wanted) if function else error

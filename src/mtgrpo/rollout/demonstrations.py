@@ -72,20 +72,21 @@ async def demonstrate(
     sampling = Sampling(max_new_tokens=max_new_tokens)
     world = Scripted(opening, left)
     try:
-        return unrefused(await run_rollout(task, world, chat, script.sample, sampling, limits, script, attend))
+        shown = unrefused(await run_rollout(task, world, chat, script.sample, sampling, limits, script, attend))
     except RefusedError as error:
         raise TaskError(*error.args) from error
+    if shown.reason == POLICY_ERROR:
+        raise TaskError(f"the condenser cannot read the conversation about task {task.id}")
+    return shown
 
 
 def unrefused(shown: Trajectory) -> Trajectory:
-    """What was written and not sampled. Raises TaskError where the chat template or the condenser refuses it."""
+    """What was written and not sampled. Raises TaskError where the chat template refuses it."""
     if shown.reason == REFUSED:
         raise TaskError(
             f"the chat template refuses how the conversation about task {shown.task.id} goes on; choose another one "
             "with chat.template=chatml or chat.template=PATH"
         )
-    if shown.reason == POLICY_ERROR:
-        raise TaskError(f"the condenser cannot read the conversation about task {shown.task.id}")
     return shown
 
 

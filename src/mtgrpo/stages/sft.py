@@ -109,7 +109,7 @@ async def demonstrations(
     taken: a call of one before was of a tool. Raises ConfigError where one makes calls, and none so far was. What
     cannot be laid out is left out, which is said once; too many of these in a row are a ConfigError.
     """
-    without, failed, told = 0, 0, False
+    without, failed, noted, told = 0, 0, False, False
     for task in stream:
         messages = demonstration(source, task, seed + stream.epoch)
         if not messages:
@@ -121,12 +121,13 @@ async def demonstrations(
         example = await _laid_out(task, messages, runner)
         if isinstance(example, Exception):
             failed, why = failed + 1, f"that of task {task.id} because of {explained(example)}"
-            if failed == 1:
+            if not noted:
+                noted = True
                 note(f"demonstrations that cannot be laid out are left out; {why}")
             if failed == MOST_FAILED:
                 raise ConfigError(f"{failed} demonstrations in a row cannot be laid out, {why}") from example
             continue
-        failed = min(failed, 1)
+        failed = 0
         if not told:
             why, takes = refused_calls(example, runner.environment)
             taken = taken or takes
