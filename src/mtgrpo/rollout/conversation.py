@@ -50,7 +50,7 @@ def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[To
     return (*tools, CONDENSE)
 
 
-class RefusedError(ConfigError):
+class TemplateRefusalError(ConfigError):
     """The chat template refuses how a conversation goes on, whatever the policy says in it."""
 
 
@@ -73,7 +73,7 @@ async def run_rollout(
     Reaching a limit ends it with status TRUNCATED and the limit's name as the reason; so do a PolicyError, and a chat
     template that refuses what the policy said. What the environment raises otherwise is not caught here: a failure is
     not an outcome of the policy. Raises ConfigError for a condenser whose budget does not hold the opening, or that
-    gives other messages than it may, and RefusedError.
+    gives other messages than it may, and TemplateRefusalError.
     """
     trajectory = Trajectory(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
@@ -286,7 +286,7 @@ class _State:
             try:
                 self.chat.open([*self._opening, *_plain(since)], self._tools)
             except ConfigError:
-                raise RefusedError(*error.args) from error
+                raise TemplateRefusalError(*error.args) from error
             raise _LimitError(REFUSED) from error
 
     def _count(self, messages: Sequence[Message]) -> int:

@@ -11,7 +11,7 @@ from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, TaskError, meant
-from mtgrpo.rollout.conversation import CONDENSE, RefusedError, run_rollout
+from mtgrpo.rollout.conversation import CONDENSE, TemplateRefusalError, run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
 
@@ -73,7 +73,7 @@ async def demonstrate(
     world = Scripted(opening, left)
     try:
         shown = unrefused(await run_rollout(task, world, chat, script.sample, sampling, limits, script, attend))
-    except RefusedError as error:
+    except TemplateRefusalError as error:
         raise TaskError(*error.args) from error
     if shown.reason == POLICY_ERROR:
         raise TaskError(f"the condenser cannot read the conversation about task {task.id}")
