@@ -78,8 +78,6 @@ class Message:
         calls: Any = self.tool_calls
         if calls and not (isinstance(calls, tuple | list) and all(isinstance(call, ToolCall) for call in calls)):
             raise TypeError(f"tool_calls must be a tuple such as (ToolCall('name', {{}}),), got {calls!r:.200}")
-        if strange := [call for call in calls if not isinstance(call.arguments, Mapping)]:
-            raise TypeError(f"the arguments of a call must be a dict, got {strange[0]!r:.200}")
 
 
 def check_messages(messages: Any) -> None:

@@ -32,7 +32,7 @@ HOSTILE = Path(__file__).with_name("hostile_records.py")
 def settings_classes() -> set[type]:
     """Every dataclass of the package that holds settings: the experiment's, all parts, and what these hold."""
     for module in pkgutil.walk_packages(mtgrpo.__path__, "mtgrpo."):
-        if not module.name.endswith(("__main__", "sandbox_init", "program")):
+        if not module.name.endswith(("__main__", "sandbox_init", "program", "triton_kernels")):
             importlib.import_module(module.name)
     waiting, found = [Experiment, Part, Engine, *groups().values()], set[type]()
     while waiting:
