@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mtgrpo.batch.forest import Kept
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import logprobs
-from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.model.load import ModelSettings, load_model, round_head
 from mtgrpo.model.logprobs import ONEDNN_SIZE, RoundedHead, head_logits, sampled_logprobs
 from mtgrpo.model.settings import DType, Head
 
@@ -408,6 +408,25 @@ def test_a_head_on_a_gpu(precision: Head, most: float) -> None:
         found.append((*outputs, *gradients((outputs[0].cpu(), outputs[1].cpu()), [states, head.weight], True)))
     for one, other in zip(*found, strict=True):
         assert (one - other.cpu()).norm() <= most * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device_type", "precision"),
+    [
+        (ModelSettings("tiny"), "cuda", Head.tf32),
+        (ModelSettings("tiny", DType.float32), "cuda", None),
+        (ModelSettings("tiny", DType.bfloat16), "cpu", None),
+        (ModelSettings("tiny", DType.float64), "cuda", None),
+        (ModelSettings("tiny", head=Head.fp32), "cuda", None),
+        (ModelSettings("tiny", head=Head.bf16), "cpu", Head.bf16),
+    ],
+)
+def test_a_head_rounds_by_itself_where_the_body_rounds_more(
+    settings: ModelSettings, device_type: str, precision: Head | None
+) -> None:
+    head = nn.Linear(4, 4)
+    round_head(head, settings, device_type)
+    assert (head.precision if isinstance(head, RoundedHead) else None) is precision
 
 
 # --- wrong input ---

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo.utils
@@ -50,8 +50,8 @@ from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.liger import use_liger
-from mtgrpo.model.load import AUTOCAST, compute_in, head_precision, resolved
-from mtgrpo.model.logprobs import RoundedHead, head_of
+from mtgrpo.model.load import AUTOCAST, compute_in, resolved, round_head
+from mtgrpo.model.logprobs import head_of
 from mtgrpo.model.scorer import Scores, flops_of
 from mtgrpo.model.settings import AttentionKind, DType, Head, ModelSettings
 from mtgrpo.policy.optimizer import Optimizer
@@ -148,11 +148,7 @@ def build(size: Size, layout: Layout = Layout.forest, head: Head = Head.auto) ->
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).eval()
-    precision = head_precision(ModelSettings(head=head), DEVICE.type)
-    if precision is not Head.fp32:
-        output = head_of(model)
-        output.__class__ = RoundedHead
-        cast(RoundedHead, output).precision = precision
+    round_head(head_of(model), ModelSettings(head=head), DEVICE.type)
     compute_in(model, resolved(DType.auto, DEVICE.type))
     flash = DEVICE.type == "cuda" and find_spec("flash_attn") is not None
     rows = AttentionKind.flash_attention_2 if flash else AttentionKind.sdpa

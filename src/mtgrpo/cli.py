@@ -93,9 +93,7 @@ def run_command(arguments: Sequence[str]) -> None:
     """Do what the words of the command line say. Raises ConfigError for the user's mistakes."""
     command, *words = arguments or [""]
     if command in ("-h", "--help", "help") and words:
-        of_train = words[0] not in COMMANDS and (
-            command != "help" or "." in words[0]
-        )  # an option, no word for a command
+        of_train = words[0] not in COMMANDS and (command != "help" or "." in words[0])
         command, words = ("train", words) if of_train else (words[0], words[1:])
         words = ["--help", *words]
     if command in ("", "-h", "--help", "help"):

@@ -49,10 +49,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             f"model.name={settings.name}: its head is not a matrix (an adapter may not touch the head), but "
             f"{type(head).__name__}; such models are not supported"
         )
-    precision = head_precision(settings, device_of_process().type)
-    if precision is not Head.fp32:
-        head.__class__ = RoundedHead
-        cast(RoundedHead, head).precision = precision
+    round_head(head, settings, device_of_process().type)
     if settings.value_head:
         add_value_head(model, weights_dtype(settings), Path(settings.name))
     if model.base_model is model:
@@ -95,12 +92,13 @@ def resolved(dtype: DType, device_type: str) -> DType:
     return DType.bfloat16 if able else DType.float16
 
 
-def head_precision(settings: ModelSettings, device_type: str) -> Head:
-    """What `model.head` means on a device of this type."""
-    if settings.head is not Head.auto:
-        return settings.head
-    narrow = resolved(settings.dtype, device_type) in (DType.bfloat16, DType.float16)
-    return Head.tf32 if narrow and device_type == "cuda" else Head.fp32
+def round_head(head: nn.Linear, settings: ModelSettings, device_type: str) -> None:
+    """Let `head` round its factors as `model.head` says on a device of this type."""
+    narrow = device_type == "cuda" and resolved(settings.dtype, device_type) in (DType.bfloat16, DType.float16)
+    precision = (Head.tf32 if narrow else Head.fp32) if settings.head is Head.auto else settings.head
+    if precision is not Head.fp32:
+        head.__class__ = RoundedHead
+        cast(RoundedHead, head).precision = precision
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
