@@ -631,6 +631,19 @@ def test_other_settings_are_told(tmp_path: Path) -> None:
     (record / "config.yaml").write_text("model: {name: a third}\n")
     ran(tmp_path, "trainer.steps=5", "sft.steps=0", "resume=true")
     assert "model.name has no effect where a run goes on: its weights are" in (tmp_path / "notes.txt").read_text()
+    saved = read_checkpoint(tmp_path / "checkpoints/step_000005").state["settings"]
+    assert saved["model.name"] == "another"  # whose weights they are, as an export's card says
+
+
+def test_a_finished_run_that_is_measured_otherwise_is_measured_anew(tmp_path: Path) -> None:
+    record, summary = tmp_path / ".hydra/config.yaml", tmp_path / "summary.json"
+    record.parent.mkdir()
+    for min_steps, anew in ((2, True), (2, False), (1, True)):
+        record.write_text(f"resume: ''\ntask: {{min_steps: {min_steps}}}\n")
+        ran(tmp_path, "trainer.steps=1", "sft.steps=0", "resume=true", f"task.min_steps={min_steps}")
+        held = json.loads(summary.read_text())
+        assert (held["eval/success/after"] != 9.0) == anew
+        summary.write_text(json.dumps(held | {"eval/success/after": 9.0}))
 
 
 def test_a_reward_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:

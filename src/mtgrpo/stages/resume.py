@@ -40,14 +40,19 @@ def told_of(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
     told = [f"with other settings than before: {'; '.join(other)}"] if other else []
     if any(line.startswith("model.name=") and _NEW not in line for line in other):
         told.append("model.name has no effect where a run goes on: its weights are the checkpoint's")
+    if (measured := other_measures(found, now)) and _SUCCESS in found.state.get("summary", {}):
+        told.append(f"{NO_MEASURE}: {', '.join(measured)}")
+    return told
+
+
+def other_measures(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
+    """The names of the settings and files by which success is measured otherwise `now` than when `found` was saved."""
     apart = _TRAINED if now.get("task.val_files", "[]") != "[]" else ()  # held-out tasks have files of their own
     measures = {name: value for name, value in now.items() if _MEASURES.match(name) and name not in apart}
     files = re.split(r"[^\w.-]", " ".join(measures.values()))
-    names = [line.partition("=")[0] for line in other if _NEW not in line]
-    measured = [name for name in names if name in measures or (Path(name).is_absolute() and Path(name).name in files)]
-    if measured and _SUCCESS in found.state.get("summary", {}):
-        told.append(f"{NO_MEASURE}: {', '.join(measured)}")
-    return told
+    other = (line for line in differences(found.state.get("settings", {}), now) if _NEW not in line)
+    names = (line.partition("=")[0] for line in other)
+    return [name for name in names if name in measures or (Path(name).is_absolute() and Path(name).name in files)]
 
 
 def changed_files(before: Mapping[str, str]) -> list[str]:

@@ -40,7 +40,8 @@ class Saver:
         curve.success.update({int(step): value for step, value in self.state.get("success", {}).items()})
         self._began = time.perf_counter() - self.state.get("seconds", 0.0)
         self._tokenizer = checkpoint.tokenizer_files(run.tokenizer)
-        self._settings = settings_of(run.folder)
+        began = {k: v for k, v in self.state.get("settings", {}).items() if k == "model.name"}  # as are its weights
+        self._settings = settings_of(run.folder) | began
         self._thread = thread
         self._writing: Future[Path] | None = None
         self._mark: _Mark | None = None  # that is not written yet

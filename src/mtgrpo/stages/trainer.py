@@ -26,7 +26,7 @@ from mtgrpo.stages.budget import Budget, no_better
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.restarts import restarting
-from mtgrpo.stages.resume import differences, final_results, forget_end, settings_of
+from mtgrpo.stages.resume import differences, final_results, forget_end, other_measures, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
@@ -76,7 +76,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds, "eval/tasks": float(len(run.held_out))}
             try:
-                after = final_results(folder, steps) if run.resumed else {}
+                same = run.resumed and not other_measures(run.resumed, settings_of(folder))
+                after = final_results(folder, steps) if same else {}
                 summary |= after or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
                 curve.success[steps] = summary["eval/success/after"]
             finally:  # also when the evaluation fails
