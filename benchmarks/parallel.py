@@ -40,8 +40,8 @@ from torch import distributed as dist
 from mtgrpo import preset
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.batch.word import common_word, word_of
-from mtgrpo.model.prefix import Pass
+from mtgrpo.batch.word import Pass, common_word
+from mtgrpo.model.prefix import word_of
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.trainer import Stage, TrainerRank

@@ -7,30 +7,13 @@ passes, in their order, and fills each letter that is not its next one by a pass
 from collections.abc import Sequence
 from enum import Enum
 
-from mtgrpo.batch.packing import MicroBatch, visits
 
+class Pass(Enum):
+    """What is to be done with a micro-batch."""
 
-class Filler(Enum):
-    """A pass of one token that counts for nothing."""
-
-    forward = "forward"  # its graph is kept
-    backward = "backward"  # takes back the graph that was kept last
-    keys = "keys"  # a forward pass without gradient: nobody takes it back
-
-
-def word_of(micro_batches: Sequence[MicroBatch]) -> str:
-    """The letters of what `model.prefix.passes` yields: F for keys and loss, B for backward.
-
-    A chain whose activations are not held has two F, of which the first is without gradient, and one B. Empty
-    micro-batches are best left out, of the word and of the passes: a filler is all that they would be.
-    """
-    letters: list[str] = []
-    for micro, entered in visits(micro_batches):
-        if entered or not micro.held:
-            letters.append("F")
-        if not (entered and micro.opens):
-            letters.append("B")
-    return "".join(letters)
+    keys = "keys"  # compute it without gradient or targets: it gives keys and values, and is computed again later
+    loss = "loss"  # compute the loss
+    backward = "backward"  # take the gradient
 
 
 def common_word(words: Sequence[str]) -> str:
@@ -54,13 +37,13 @@ def common_word(words: Sequence[str]) -> str:
     return "".join(letters)
 
 
-def fillers(word: str, own: str) -> list[Filler | None]:
+def fillers(word: str, own: str) -> list[Pass | None]:
     """For each letter of the common word: None where the next pass of `own` comes, else what fills it.
 
     Ranks have different numbers of chains that are not held, so a word has more F than B, and a rank more fillers of F
     than of B. A filler that no later one takes back is without gradient: no graph is left over in the end.
     """
-    found: list[Filler | None] = []
+    found: list[Pass | None] = []
     kept: list[int] = []
     done = 0
     for place, letter in enumerate(word):
@@ -69,8 +52,8 @@ def fillers(word: str, own: str) -> list[Filler | None]:
             done += 1
         elif letter == "F":
             kept.append(place)
-            found.append(Filler.keys)
+            found.append(Pass.keys)
         else:
-            found.append(Filler.backward)
-            found[kept.pop()] = Filler.forward
+            found.append(Pass.backward)
+            found[kept.pop()] = Pass.loss
     return found

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from mtgrpo.errors import Bounded, EngineError
-from mtgrpo.parts import Reach
+from mtgrpo.errors import EngineError
+from mtgrpo.parts import Part, Reach
 from mtgrpo.types import Completion, Sample, Sampling, WeightPush
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Demand:
 
 
 @dataclass
-class Engine(Bounded, ABC):
+class Engine(Part, ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
@@ -189,14 +189,6 @@ class Engine(Bounded, ABC):
     def exact(self) -> bool:
         """Whether its log-probabilities are the trainer's, but for rounding."""
         return False
-
-    def check(self, experiment: Any) -> None:
-        """Raise ConfigError for settings of `experiment` with which it cannot sample; by default there are none."""
-        return
-
-    def check_machine(self) -> None:
-        """Raise ConfigError where this machine lacks a program that it names; starts nothing."""
-        return
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""

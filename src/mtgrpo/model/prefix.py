@@ -8,13 +8,12 @@ chain's own backward pass comes last and starts from its loss and from what was 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from mtgrpo.batch.packing import MicroBatch, empty_like, visits
-from mtgrpo.batch.word import Filler, common_word, fillers, word_of
+from mtgrpo.batch.word import Pass, common_word, fillers
 
 
 class Prefix:
@@ -69,14 +68,6 @@ class Prefix:
         return roots, gathered
 
 
-class Pass(Enum):
-    """What is to be done with a micro-batch."""
-
-    keys = "keys"  # compute it without gradient or targets: it gives keys and values, and is computed again later
-    loss = "loss"  # compute the loss
-    backward = "backward"  # take the gradient
-
-
 def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Prefix, Pass]]:
     """All that the gradient of a batch takes, in order; after `Pass.keys` the prefix forgets, after `loss` it has one.
 
@@ -96,6 +87,11 @@ def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Pr
             yield micro, prefix, Pass.backward
 
 
+def word_of(micro_batches: Sequence[MicroBatch]) -> str:
+    """The letters of their `passes`: F for keys and loss, B for backward. Empty micro-batches are best left out."""
+    return "".join("B" if step is Pass.backward else "F" for *_, step in passes(micro_batches))
+
+
 def aligned_passes(by_rank: Sequence[Sequence[MicroBatch]], rank: int) -> Iterator[tuple[MicroBatch, Prefix, Pass]]:
     """As `passes` of the micro-batches of `rank`, between them passes of an empty one: all ranks have one order."""
     computed = [[micro for micro in micro_batches if micro.computed] for micro_batches in by_rank]
@@ -106,13 +102,10 @@ def aligned_passes(by_rank: Sequence[Sequence[MicroBatch]], rank: int) -> Iterat
             yield next(own)
             continue
         nothing = empty_like(by_rank[rank][0])
-        if filler is Filler.backward:
-            yield nothing, graphs.pop(), Pass.backward
-        elif filler is Filler.forward:
-            graphs.append(Prefix(nothing, None))
-            yield nothing, graphs[-1], Pass.loss
-        else:
-            yield nothing, Prefix(nothing, None), Pass.keys
+        prefix = graphs.pop() if filler is Pass.backward else Prefix(nothing, None)
+        if filler is Pass.loss:
+            graphs.append(prefix)
+        yield nothing, prefix, filler
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.batch.packing import Layout, pack
+from mtgrpo.batch.word import Pass
 from mtgrpo.errors import RunError
 from mtgrpo.model.attention import AttentionKind, cuts_trees
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.prefix import Pass, passes
+from mtgrpo.model.prefix import passes
 from mtgrpo.model.rounding import HARMLESS, MARGIN, last_bits_changed
 from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.model.traits import ordinary_tokens

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
+from mtgrpo.batch.word import Pass
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.attention import AttentionKind, cuts_trees
 from mtgrpo.model.out_of_memory import explained
-from mtgrpo.model.prefix import Pass, Prefix
+from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.rounding import ends_the_run
 from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.policy.gradient_check import check_derivative, check_walk

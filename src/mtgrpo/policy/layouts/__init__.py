@@ -16,8 +16,9 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.packing import MicroBatch, Packing
+from mtgrpo.batch.word import Pass
 from mtgrpo.errors import RunError
-from mtgrpo.model.prefix import Pass, Prefix, passes
+from mtgrpo.model.prefix import Prefix, passes
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.packing import MicroBatch, Packing
+from mtgrpo.batch.word import Pass
 from mtgrpo.model.checkpointing import decoder_layers
-from mtgrpo.model.prefix import Pass, Prefix, aligned_passes, passes
+from mtgrpo.model.prefix import Prefix, aligned_passes, passes
 from mtgrpo.model.scorer import AllWeightsScorer, Scorer, one_token
 from mtgrpo.model.sharding import exchange
 from mtgrpo.policy.layouts import Score, SeveralRanks

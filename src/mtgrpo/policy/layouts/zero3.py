@@ -17,7 +17,8 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.packing import MicroBatch, Packing
-from mtgrpo.model.prefix import Pass, Prefix, aligned_passes
+from mtgrpo.batch.word import Pass
+from mtgrpo.model.prefix import Prefix, aligned_passes
 from mtgrpo.model.rounding import Reference
 from mtgrpo.model.scorer import AllWeightsScorer, Scorer, Scores
 from mtgrpo.policy.layouts import SeveralRanks
