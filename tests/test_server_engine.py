@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.rounding import plain_logprobs
-from mtgrpo.model.settings import DType, LoRA
+from mtgrpo.model.settings import DType, LoRA, Quantization
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.parallel.placement import Placement
@@ -428,6 +429,18 @@ def test_auto_says_which_engine_and_why(tmp_path: Path) -> None:
     assert chosen == Local() and "there is no engine.python" in why
     chosen, why = Auto(python=str(here)).chosen(large)
     assert chosen == Server(python=str(here)) and "server, for the model has 1.07 billion weights" in why
+    chosen, why = Auto(python=str(here)).chosen(replace(large, quantization=Quantization.nf4, lora=LoRA(8)))
+    assert chosen == Local() and "local, for a server has no quantized base of adapters" in why
+
+
+def test_a_server_is_refused_a_quantized_base_unless_told_how_to_quantize() -> None:
+    words = ("pretrained_lora", "model.name=smollm2", "model.lora.rank=8", "model.quantization=nf4", "engine=server")
+    for more in ("engine.kind=vllm", "engine.kind=local"):
+        with pytest.raises(ConfigError, match=r"model\.quantization=nf4 with engine=server: .* set engine=local"):
+            preset(*words, more)
+    assert preset(*words, "engine.arguments=['--quantization=bitsandbytes']") and preset(
+        *words, "engine.url=[http://s]"
+    )
 
 
 def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> None:

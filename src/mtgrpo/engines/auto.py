@@ -22,7 +22,7 @@ LARGE = 500_000_000  # weights from which on a server's kernels are worth a seco
 
 @dataclass
 class Auto(Engine):
-    """Local for models below half a billion weights, or where there is no vLLM; else server. A note says which."""
+    """Local below half a billion weights, for quantized ones, or without vLLM; else server. A note says which."""
 
     reaches: ClassVar[Reach] = Reach.program
 
@@ -33,13 +33,16 @@ class Auto(Engine):
         from mtgrpo.model.skeleton import Skeleton  # noqa: PLC0415  settings alone import no library
 
         model = Skeleton(settings, "cpu").model
-        engine, why = self._by_size(sum(weight.numel() for weight in model.parameters()))
+        weights = sum(weight.numel() for weight in model.parameters())
+        engine, why = self._by_size(weights, settings.quantization.value != "none")
         return engine, "; ".join(filter(None, (why, engine.chosen(settings)[1])))
 
-    def _by_size(self, weights: int) -> tuple[Engine, str]:
+    def _by_size(self, weights: int, quantized: bool) -> tuple[Engine, str]:
         size = f"the model has {weights / 1e9:.2f} billion weights"
         if weights < LARGE:
             return Local(), f"engine=auto: local, for {size}, fewer than {LARGE / 1e9:g}"
+        if quantized:
+            return Local(), f"engine=auto: local, for a server has no quantized base of adapters, though {size}"
         if not find_near(self.python).exists():
             return Local(), f"engine=auto: local, for there is no engine.python={self.python}, though {size}"
         return Server(python=self.python), f"engine=auto: server, for {size}, and vLLM is there"
@@ -47,7 +50,8 @@ class Auto(Engine):
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> RunningEngine:
-        return self._by_size(source.size)[0].start(source, deterministic, longest_context, folder)
+        quantized = getattr(source.config, "quantization_config", None) is not None
+        return self._by_size(source.size, quantized)[0].start(source, deterministic, longest_context, folder)
 
 
 def served(engine: Engine, settings: ModelSettings) -> Server:

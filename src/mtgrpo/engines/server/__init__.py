@@ -122,7 +122,7 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
         return extension.find_class(__name__, self.kind, Replica, "kind of server")
 
     def check(self, experiment: Any) -> None:
-        """Raise ConfigError where a server would not say which tokens were kept."""
+        """Raise ConfigError where a server would not compute as what trains, or not say which tokens were kept."""
         sampling: Sampling = experiment.sampling
         apart = experiment.devices.rollout.count
         if self.sync is Sync.ipc and apart:
@@ -136,6 +136,12 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
             )
         if (head := experiment.model.head) not in (Head.auto, Head.fp32) and self.kind != OWN:
             raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
+        quantization, own = experiment.model.quantization.value, any("quantization" in word for word in self.arguments)
+        if quantization != "none" and not (self.url or own):
+            raise ConfigError(
+                f"model.quantization={quantization} with engine=server: a server has the base in 16 bits; leave it "
+                "out, or set engine=local"
+            )
         if sampling.cuts and self.kind not in (VLLM, OWN):
             raise ConfigError(f"engine.kind={self.kind} samples from all: leave sampling.top_p, top_k and min_p out")
         if sampling.cuts and self.kind == VLLM and not 0 < sampling.top_k <= MAX_NAMED_TOKENS:
