@@ -24,7 +24,7 @@ from botocore.stub import Stubber
 from moto.server import ThreadedMotoServer
 
 from conftest import Run
-from mtgrpo.config.compose import preset
+from mtgrpo.config.compose import compose, parse, preset
 from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.errors import ConfigError
 from mtgrpo.launch import bundle, sagemaker, sagemaker_entry, sagemaker_jobs
@@ -256,6 +256,31 @@ def test_a_job_is_made_asked_for_and_fetched(run: Run, aws: str, place: Path, mo
         "run/notes.txt",
     ]
     assert not list(place.rglob("escaped.txt"))
+
+
+def test_files_have_the_names_that_the_run_asks_for(place: Path) -> None:
+    for name, text in {
+        "real/x.jsonl": '{"prompt": "1 + 1?", "answer": "2"}\n',
+        "rec/mine.yaml": "defaults: [calculator, other.yaml, {override /parallel: zero3}]  # as old.yaml\n"
+        "parallel: {deepspeed_config: ds.yaml}\n",
+        "rec/other.yaml": "seed: 4\n",
+        "ds.yaml": "{}\n",
+        "data/y.txt": "",
+    }.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    (place / "link.jsonl").symlink_to("real/x.jsonl")
+    (place / "data/x.jsonl").symlink_to("../real/x.jsonl")
+    (place / "here").symlink_to(place)
+    words = ["recipe=rec/mine.yaml", "task=jsonl", "task.path=link.jsonl"]
+    more = ["data", f"{place}/here/real"]
+    composed = compose(parse(words))
+    found = set(bundle.user_files(composed, words, more))
+    links = {"link.jsonl", "data/x.jsonl", "here/real/x.jsonl"}
+    assert found == links | {"rec/mine.yaml", "rec/other.yaml", "ds.yaml", "data/y.txt"}
+    (place / "data/o.txt").symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match=r"^files: data/o\.txt lies outside of the folder in which you type"):
+        bundle.user_files(composed, words, more)
 
 
 def test_what_aws_refuses_is_told_in_a_line(run: Run, aws: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

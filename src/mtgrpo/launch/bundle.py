@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import io
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,11 @@ from typing import Any, get_type_hints
 
 import mtgrpo
 from mtgrpo.config.compose import Configured
+from mtgrpo.config.recipe import read_mapping
 from mtgrpo.config.trust import declared, scalars
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Parts, Reach, Where
+from mtgrpo.runtime.plain_yaml import read_bounded
 
 THERE = "/opt/ml/"  # where a container of SageMaker has what was uploaded otherwise
 WHEEL = f"mtgrpo-{mtgrpo.__version__}-py3-none-any.whl"
@@ -66,15 +69,23 @@ def user_files(composed: Configured, words: Sequence[str], more: Sequence[str]) 
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(f"{setting}: there is no file {name}; nothing was uploaded")
-        if not path.resolve().is_relative_to(Path.cwd()):
-            raise ConfigError(
-                f"{setting}: {name} lies outside of the folder in which you type, and what is in that folder is "
-                f"uploaded alone: move it there, or upload it and name it as {THERE}input/data/NAME (input.NAME=s3://...)"
-            )
+        _below(path, setting)  # before its folder is looked through
         for found in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if found.is_file() and "__pycache__" not in found.parts:
-                files[found.resolve().relative_to(Path.cwd()).as_posix()] = found
+                files[_below(found, setting)] = found
     return files
+
+
+def _below(path: Path, setting: str) -> str:
+    """The name of a file or folder below the working folder. Raises ConfigError where it, or what it links, is not."""
+    here, real = Path.cwd(), path.resolve()
+    if not real.is_relative_to(here):
+        raise ConfigError(
+            f"{setting}: {path} lies outside of the folder in which you type, and what is in that folder is "
+            f"uploaded alone: move it there, or upload it and name it as {THERE}input/data/NAME (input.NAME=s3://...)"
+        )
+    named = Path(os.path.abspath(path))
+    return (named if named.is_relative_to(here) else real).relative_to(here).as_posix()
 
 
 def _paths(composed: Configured, words: Sequence[str], more: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -94,9 +105,10 @@ def _paths(composed: Configured, words: Sequence[str], more: Sequence[str]) -> I
 def _recipes(path: Path) -> Iterator[tuple[str, str]]:
     """A recipe that is a file, and those that it inherits, which lie beside it."""
     yield "recipe", str(path)
-    text = path.read_text() if path.is_file() else ""
-    for name in re.findall(r"[^\[\],:\s\"']+\.yaml", re.sub(r"#.*", "", text)):
-        yield from _recipes(path.parent / name)
+    inherited = read_mapping(read_bounded(path), path).get("defaults", []) if path.is_file() else []
+    for name in map(str, inherited):
+        if name.endswith(".yaml"):
+            yield from _recipes(path.parent / name)
 
 
 def _named(settings: Any, place: str) -> Iterator[tuple[str, str]]:
