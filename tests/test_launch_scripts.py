@@ -26,13 +26,13 @@ notebooks = load_file(ROOT / "scripts/notebooks.py")
 SCONTROL = '#!/bin/sh\nprintf "node-1\\nnode-2\\n"\n'
 
 
-def slurm(folder: Path, script: str, srun: str, nodes: int) -> subprocess.CompletedProcess[str]:
+def slurm(folder: Path, script: str, srun: str, nodes: int, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the script as Slurm's first machine would."""
     for name, text in {"scontrol": SCONTROL, "srun": srun, "sleep": "#!/bin/sh\n"}.items():
         executable(folder / "bin" / name, text)
     (folder / "job.sbatch").write_text(script)
     variables = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7"}
-    variables |= {
+    variables |= more | {
         "SLURM_JOB_NODELIST": "node-[1-2]",
         "PYTHONPATH": f"{ROOT}/src",
         "OMP_NUM_THREADS": "1",
@@ -45,44 +45,57 @@ def slurm(folder: Path, script: str, srun: str, nodes: int) -> subprocess.Comple
 
 def test_a_script_for_slurm_asks_for_machines_and_quotes_what_it_passes_on(run: Run, place: Path) -> None:
     words = ["recipe=calculator", "task.system_prompt='a; rm -rf $b'", "nodes=3", "gpus=8", "time=10:00:00", "mem=100G"]
+    words += ["name=mine", "cpus-per-task=32"]
     code, out, err = run("launch", "slurm", *words, "--python", "/opt/my env/python", "--out", "job.sbatch")
     assert code == 0 and "sbatch job.sbatch" in out, err
     script = Path("job.sbatch").read_text()
     asked = re.findall(r"^#SBATCH (.*)", script, flags=re.M)
     wanted = [
-        "--job-name=mtgrpo",
+        "--job-name=mine",
         "--nodes=3",
         "--ntasks-per-node=1",
         "--gpus-per-node=8",
         "--time=10:00:00",
+        "--cpus-per-task=32",
         "--mem=100G",
     ]
     assert asked == [*wanted, "--requeue"]
-    done = slurm(place, script, '#!/bin/sh\nprintf "%s\\n" "$@"\n', 3)
+    srun = '#!/bin/sh\necho "$SRUN_CPUS_PER_TASK" >&2\nprintf "%s\\n" "$@"\n'
+    done = slurm(place, script, srun, 3, SLURM_CPUS_PER_TASK="32")
+    assert done.stderr == "32\n", "srun takes it from this variable in every version"
     started = done.stdout.splitlines()
     assert (
         started[:3] == ["/opt/my env/python", "-m", "torch.distributed.run"]
         and started[started.index("--nnodes") + 1] == "3"
     )
     assert "--rdzv-endpoint node-1:20007 --rdzv-id 7" in " ".join(started)  # of this job alone
-    assert started[-5:] == ["train", "recipe=calculator", words[1], "hydra.run.dir=runs/mtgrpo", "resume=true"]
+    assert started[-5:] == ["train", "recipe=calculator", words[1], "hydra.run.dir=runs/mine", "resume=true"]
     code, script, err = run("launch", "slurm", "recipe=calculator", "--python", "python")
     assert code == 0 and "--rdzv-endpoint localhost:0 " in script, err
 
 
+def test_jobs_of_different_recipes_have_different_runs(run: Run, place: Path) -> None:
+    for words, named in {"recipe=calculator": "calculator", "recipe=[gsm8k,lora]": "gsm8k", "~recipe": "run"}.items():
+        code, script, err = run("launch", "slurm", words)
+        assert code == 0, err
+        (name,) = re.findall(rf"--job-name=(mtgrpo-{named}-\d{{8}}-\d{{6}})\n", script)
+        assert f"hydra.run.dir=runs/{name} resume=true" in script
+
+
 def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -> None:
     (place / "far.yaml").write_text("# @package _global_\ndefaults: [calculator, {override /cluster: ray}]\n")
-    for ours in (["recipe=far.yaml"], ["recipe=calculator", "cluster=ray"]):
+    for ours in (["recipe=far.yaml"], ["recipe=calculator", "cluster=ray", "name=mine"]):
         code, script, err = run("launch", "slurm", *ours, "nodes=2", "gpus=0", "--python", "python")
-        assert code == 0 and "gpus-per-node" not in script and "ray start" in script, err
+        assert code == 0 and "gpus-per-node" not in script and "ray.scripts.scripts start" in script, err
     done = slurm(place, script, '#!/bin/sh\necho "$@" >> started\n', 2)
+    ray = "-m ray.scripts.scripts start"
     assert done.returncode == 0, done.stderr
     assert sorted((place / "started").read_text().splitlines()) == sorted(
         [
-            "--nodes=1 --ntasks=1 -w node-1 ray start --head --node-ip-address=node-1 --port=20007 --block",
-            "--nodes=1 --ntasks=1 --exclude=node-1 ray start --address=node-1:20007 --block",
+            f"--nodes=1 --ntasks=1 -w node-1 python {ray} --head --node-ip-address=node-1 --port=20007 --block",
+            f"--nodes=1 --ntasks=1 --exclude=node-1 python {ray} --address=node-1:20007 --block",
             "--overlap --nodes=1 --ntasks=1 -w node-1 python -m mtgrpo train recipe=calculator cluster=ray "
-            "hydra.run.dir=runs/mtgrpo resume=true cluster.address=node-1:20007",
+            "hydra.run.dir=runs/mine resume=true cluster.address=node-1:20007",
         ]
     )
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distribution, distributions
@@ -24,6 +25,13 @@ THERE = "/opt/ml/"  # where a container of SageMaker has what was uploaded other
 WHEEL = f"mtgrpo-{mtgrpo.__version__}-py3-none-any.whl"
 # The machine has its own build of torch, and what comes with it; the rest has the versions that are here.
 _OF_TORCH = re.compile(r"(torch|triton|pytorch-triton|nvidia-.*|cuda-.*|mtgrpo|pip|setuptools|wheel)", re.IGNORECASE)
+
+
+def job_name(composed: Configured) -> str:
+    """That a job has by itself: of its recipe, and of now."""
+    first = next(scalars(composed.choices["recipe"]), "run")
+    stem = re.sub("[^a-zA-Z0-9]+", "-", Path(str(first)).stem)[:30]
+    return f"mtgrpo-{stem}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def build_wheel() -> bytes:

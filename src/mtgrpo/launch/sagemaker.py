@@ -9,13 +9,12 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.config.compose import Configured, compose, parse
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.launch import bundle, sagemaker_entry
@@ -94,7 +93,7 @@ def prepare(words: Sequence[str], spot: bool) -> Job:
     kind = machine(own["instance"])
     composed = compose(parse(ours))
     composed.experiment.check_training()
-    name = own["name"] or _name(composed)
+    name = own["name"] or bundle.job_name(composed)
     for key, value in {"name": name, "run": own["run"] or name}.items():
         if not NAME.fullmatch(value):
             raise ConfigError(f"{key}={value}: letters, digits and single hyphens between them, 63 at most")
@@ -155,12 +154,6 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], dict[str, str], list[s
 
 def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.strip("[]").split(",") if name.strip()]
-
-
-def _name(composed: Configured) -> str:
-    recipe = composed.choices["recipe"]
-    stem = Path(str(recipe[0] if isinstance(recipe, list) else recipe)).stem  # pyright: ignore[reportUnknownArgumentType]
-    return f"mtgrpo-{re.sub('[^a-zA-Z0-9]+', '-', stem)[:30]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def _request(own: dict[str, str], name: str, given: dict[str, str], fleet: Fleet, spot: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A script for sbatch that starts a run on machines of Slurm: by torchrun, or with cluster=ray on a Ray cluster.
 
-The folder of the run must be on a disk that all machines see. A job that Slurm puts back into its queue goes on.
+The run is in runs/NAME, of the recipe and now if no name is given, on a disk that all machines see. A job that Slurm
+puts back into its queue goes on.
 """
 
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.launch.bundle import job_name
 
 SBATCH = {  # options of sbatch that are passed on, and what they are for
     "time": "after which Slurm ends the job, as 24:00:00",
@@ -19,16 +21,17 @@ SBATCH = {  # options of sbatch that are passed on, and what they are for
     "cpus-per-task": "cores of each machine",
     "mem": "memory of each machine, as 200G",
 }
-OPTIONS = {"nodes": "1", "gpus": "1", "name": "mtgrpo", **dict.fromkeys(SBATCH, "")}
+OPTIONS = {"nodes": "1", "gpus": "1", "name": "", **dict.fromkeys(SBATCH, "")}
 RAY = """\
-srun --nodes=1 --ntasks=1 -w "$head" ray start --head --node-ip-address="$head" --port="$port" --block &
+srun --nodes=1 --ntasks=1 -w "$head" \\
+    {python} -m ray.scripts.scripts start --head --node-ip-address="$head" --port="$port" --block &
 sleep 20
 if [ "$SLURM_NNODES" -gt 1 ]; then
     srun --nodes="$((SLURM_NNODES - 1))" --ntasks="$((SLURM_NNODES - 1))" --exclude="$head" \\
-        ray start --address="$head:$port" --block &
+        {python} -m ray.scripts.scripts start --address="$head:$port" --block &
     sleep 20
 fi
-srun --overlap --nodes=1 --ntasks=1 -w "$head" {run} cluster.address="$head:$port"
+srun --overlap --nodes=1 --ntasks=1 -w "$head" {python} -m mtgrpo {run} cluster.address="$head:$port"
 """
 TORCHRUN = """\
 srun {python} -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {each} \\
@@ -62,8 +65,10 @@ def script(words: Sequence[str], python: str) -> str:
             raise ConfigError(f"{name}={job[name]}: a whole number{', of each machine' if name == 'gpus' else ''}")
     if wrong := [name for name in ("name", *SBATCH) if not re.fullmatch(r"[\w.:,+@%/-]*", job[name])]:
         raise ConfigError(f"{wrong[0]}={job[wrong[0]]!r} is nothing for sbatch")
-    experiment = compose(parse(ours)).experiment
+    composed = compose(parse(ours))
+    experiment = composed.experiment
     experiment.check_training()
+    job["name"] = job["name"] or job_name(composed)
     folder = [] if any(word.startswith("hydra.run.dir=") for word in ours) else [f"hydra.run.dir=runs/{job['name']}"]
     resumed = [] if any(word.startswith("resume=") for word in ours) else ["resume=true"]
     run = shlex.join(["train", *ours, *folder, *resumed])
@@ -76,12 +81,13 @@ def script(words: Sequence[str], python: str) -> str:
         *(f"#SBATCH --{name}={job[name]}" for name in SBATCH if job[name]),
         "#SBATCH --requeue",
         "set -euo pipefail",
+        '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((20000 + SLURM_JOB_ID % 12000))  # of this job alone, as a machine may have several",
     ]
     program = shlex.quote(python)
     if experiment.cluster.places:
-        body = RAY.format(run=f"{program} -m mtgrpo {run}")
+        body = RAY.format(python=program, run=run)
     else:
         at = '"$head:$port"' if int(job["nodes"]) > 1 else "localhost:0"  # a port that is free
         body = TORCHRUN.format(python=program, each=max(1, int(job["gpus"])), at=at, run=run)
