@@ -287,6 +287,9 @@ def test_what_torchrun_says() -> None:
     assert read_launch({}) == Launch()
     assert read_launch({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == Launch(16, 8)
     assert read_launch({DOOR: "4 7 8"}) == Launch(4)
+    alone = read_launch({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    assert settle(preset("calculator", "devices.train.num=4", "parallel=fsdp2"), alone, 0)[1] == Placement(4)
+    assert settle(preset("calculator", "parallel=fsdp2"), alone, 4)[1].train == (0, 1, 2, 3)
     with pytest.raises(ConfigError, match="WORLD_SIZE=two is no number of processes"):
         read_launch({"WORLD_SIZE": "two"})
 

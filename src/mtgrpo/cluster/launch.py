@@ -39,9 +39,13 @@ class Processes:
         """devices: the GPU of each, where there are any. folder: for what they print, and say of themselves."""
         from torch.distributed import TCPStore  # noqa: PLC0415  # pyright: ignore[reportPrivateImportUsage]
 
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet
+        listening = socket.create_server(("127.0.0.1", 0))  # by itself a store listens to other machines too
+        host, port = listening.getsockname()
+        self._store = TCPStore(  # where they meet
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         common = os.environ | openmp_settings(threads_each(len(devices)))
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(len(devices))}
+        common |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(devices))}
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # rank 0 makes no store of its own
         pairs = [socket.socketpair() for _ in range(2)]
         self.sockets = [ours for ours, _ in pairs]

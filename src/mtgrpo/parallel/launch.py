@@ -28,7 +28,7 @@ _FOLLOWED = {
 class Launch:
     """The processes that a launcher started, this one among them, and what accelerate's file says of them."""
 
-    ranks: int = 0  # all of them; 0: there was no launcher
+    ranks: int = 0  # all of them; 0: there was no launcher, or it started this one alone
     local: int = 0  # those on this machine; 0: not said
     parallel: Parallel | None = None  # None: nothing is said
     precision: str = "no"  # or bf16, fp16
@@ -63,7 +63,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             "a number, auto or none"
         ) from None
     return Launch(
-        ranks=ranks,
+        ranks=ranks if ranks > 1 else 0,
         local=_count(environ, "LOCAL_WORLD_SIZE"),
         parallel=said,
         precision=_says(environ, "ACCELERATE_MIXED_PRECISION") or "no",
