@@ -117,7 +117,12 @@ async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path
         places = [f"rank {rank}: waiting, forward (4 passes)" for rank in (0, 1)]
         await asyncio.to_thread(wait_for, lambda: [place[: len(places[0])] for place in ranks.places] == places)
         processes = ranks._processes  # pyright: ignore[reportPrivateUsage]
-    assert processes and [process.returncode for process in processes.started] == [0, 0]
+        assert processes
+        port = processes._store.port  # pyright: ignore[reportPrivateUsage]
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):  # at another address of this machine
+            socket.create_connection(("127.0.0.2", port))
+    assert [process.returncode for process in processes.started] == [0, 0]
 
 
 async def test_what_all_raise_at_the_start_is_raised_and_leaves_none(tmp_path: Path) -> None:
