@@ -240,6 +240,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("model.dtype=fp16", "expected one of"),
         ("model.attention=flash", "expected one of"),
         ("model.name=tiny model.quantization=nf4", "quantization"),
+        ("recipe=pretrained_lora model.quantization=nf4 engine=server", "a server has the base in 16 bits"),
         ("model.name=tiny model.lora.rank=8", "nothing to adapt"),
         ("reward=away.py:Half", "there is no file"),
         ("reward=own.py:Hlaf", "has no 'Hlaf'"),
