@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -427,15 +428,38 @@ def test_a_checkpoint_names_no_file_outside_its_folder(name: str, saved: Save, t
         read_checkpoint(path)
 
 
-def test_a_file_that_cannot_be_read_is_damage(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(1)
+def test_what_cannot_be_read_now_is_left_where_it_is(
+    saved: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's disk may come back: the run must not go on from the checkpoint before."""
+    saved(1)
+    path = saved(2)
 
     def broken(_: Path) -> str:
-        raise OSError("input/output error")
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr("mtgrpo.weights.saved.sha256_of", broken)
-    with pytest.raises(ConfigError, match=r"it cannot be read \(input/output error\)"):
-        read_checkpoint(path)
+    with pytest.raises(ConfigError, match=r"cannot be read now: .*step_000002.*: Stale file handle; try again"):
+        find_newest(tmp_path, print)
+    assert path.is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(saved: Save, tmp_path: Path) -> None:
+    (saved(1) / "state.json").write_text("{")
+    for _ in range(2):  # also once it is put aside
+        with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+            find_newest(tmp_path, print)
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_removed_alone(saved: Save, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    saved(1).rename(elsewhere)
+    (tmp_path / "checkpoints/step_000001").symlink_to(elsewhere)
+    (tmp_path / "checkpoints/.step_notes").touch()
+    saved(2)
+    saved(3, keep_last=2)
+    assert steps(tmp_path) == ["step_000002", "step_000003"]
+    assert (elsewhere / "state.json").is_file()
 
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last", "keep_best"])

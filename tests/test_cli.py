@@ -671,12 +671,23 @@ def test_a_file_of_ones_own_imports_what_lies_beside_it(place: Path, monkeypatch
     assert extension.load_file(place / "uses_it.py").NUMBER == 7
 
 
+def test_what_a_file_sets_of_a_part_that_is_then_replaced_is_told(run: Run, place: Path) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": "2"}\n')
+    words = ["task.path=rows.jsonl", "model.name=tiny", "sft.steps=0", "--dry-run"]
+    told = "mine.yaml: task (system_prompt) has no effect, for task: jsonl is chosen after it"
+    for choice, left_out in (("", True), ("defaults: [override /task: jsonl]\n", False)):
+        (place / "mine.yaml").write_text(f"{choice}task: {{system_prompt: Hello.}}\n")
+        code, out, err = run("train", "recipe=mine.yaml", "task=jsonl", *words)
+        assert code == 0 and (told in err, "Hello." in out) == (left_out, not left_out), (out, err)
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ("import nowhere_at_all\n", "broken.py, line 1)"),
         ("x = (\n", "SyntaxError"),
         ("1 / 0\n", "ZeroDivisionError: division by zero ("),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0 ("),
     ],
 )
 def test_a_broken_file_of_ones_own_is_named(source: str, said: str, place: Path) -> None:

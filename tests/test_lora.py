@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from peft import IA3Config, LoraConfig, PeftModel
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -46,6 +47,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.load import AUTOCAST, DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.settings import Quantization
+from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
@@ -190,6 +192,23 @@ def test_the_gradient_through_four_bit_layers_is_that_of_the_weights_they_stand_
     for name, weight in trained(plain).items():
         found = trained(four_bits)[name].grad
         assert found is not None and (found - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
+
+
+def test_weights_that_are_saved_in_four_bits_are_trained_by_adapters_alone(tmp_path: Path) -> None:
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    save_model(load_model(ModelSettings("tiny"), 0), TOKENIZER, base)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    whole = AutoModelForCausalLM.from_pretrained(base, quantization_config=how, device_map={"": "cpu"})
+    save_model(whole, TOKENIZER, saved)
+    told = r"its weights are quantised \(bitsandbytes\); give it in 16 bits, or train adapters .*rank=16"
+    for refuses in (load, lambda folder: Skeleton(ModelSettings(str(folder)), "cpu")):
+        with pytest.raises(ConfigError, match=told):
+            refuses(saved)
+    assert all("lora_" in name for name in trained(load(saved, rank=4)))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match=r"its weights are quantised \(fp8\); give it in 16 bits$"):
+        Skeleton(ModelSettings(str(base), lora=LoRA(4)), "cpu")
 
 
 # --- new adapters ---
@@ -552,6 +571,8 @@ def test_a_base_that_is_gone_is_named_and_the_tokenizer_does_not_need_it(
     assert load_tokenizer(str(tmp_path / "adapter")).get_vocab() == TOKENIZER.get_vocab()
     with pytest.raises(ConfigError, match=rf"adapter is an adapter of {base}, which cannot be loaded.*put that model"):
         load(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=rf"adapter is an adapter of {base}, which cannot be loaded.*put that model"):
+        Skeleton(ModelSettings(str(tmp_path / "adapter")), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -590,6 +611,27 @@ def test_adapters_of_another_kind_are_refused(bases: dict[str, Path], tmp_path: 
     IA3Config(base_model_name_or_path=str(bases["qwen3"])).save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match=r"adapter of type .*IA3; only LoRA"):
         load(tmp_path)
+    LoraConfig(use_dora=True, base_model_name_or_path=str(bases["qwen3"])).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"adapter of type DORA; only LoRA"):
+        load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_an_adapter_with_whole_weights_is_refused_if_a_checkpoint_would_lack_them(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """As peft saves the embeddings where their adapters were trained; what is in `modules_to_save` is kept."""
+    for targets, also in ((["q_proj", "embed_tokens"], None), (["q_proj"], ["norm"])):
+        folder = tmp_path / targets[-1]
+        config = LoraConfig(r=2, target_modules=targets, modules_to_save=also, task_type="CAUSAL_LM")
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), config)
+        adapted.save_pretrained(str(folder))
+        if also:
+            assert any("norm" in name for name in trained(load(folder)))
+            continue
+        with pytest.raises(ConfigError, match=r"holds whole weights, model\.embed_tokens.*embedding_layers=False"):
+            load(folder)
 
 
 def test_an_adapter_without_a_base_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:

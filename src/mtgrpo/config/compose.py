@@ -233,6 +233,7 @@ class ExperimentLoader(ConfigLoader):
         recipe, layers = self._recipes(words, typed, checkpoint)
         chosen = {group: option for group, option in typed.items() if group in groups()}
         settled = settle([base(), *layers, Recipe("the command line", chosen, {})], self._folders)
+        self.notes += settled.left_out
         settled.values.setdefault("log", list(SINKS))
         elsewhere = {*groups(), "recipe", *(("checkpoint", "trust_code") if self._reads else ())}
         settings = [word for word in words if not (word.is_hydra_override() or word.key_or_group in elsewhere)]

@@ -169,6 +169,7 @@ class Settled:
     known: dict[str, Setting]  # the settings that these have, by key, as are
     values: dict[str, Any]
     sources: dict[str, str]  # recipe or word that sets it
+    left_out: list[str]  # of files of the user's own what has no effect, for him
 
     def put(self, key: str, value: Any, source: str) -> None:
         """Set a value, or several below `key`; of a list or mapping one entry. Raises ConfigError."""
@@ -210,18 +211,28 @@ def settle(layers: Sequence[Recipe], folders: Sequence[Path]) -> Settled:
     named: dict[str, Any] = {}
     choices: dict[str, Any] = {}
     parts: list[tuple[str, str, Any]] = []  # source, section, what it sets there
+    own_files = {layer.source for layer in layers if not layer.source.startswith(("recipe=", "run "))}
+    left_out: list[str] = []
     for layer in layers:
         for group, option in layer.choices.items():
             if group in groups() and named.get(group) != option:
                 named[group], own = option, read_option(group, option, folders)
-                parts = [part for part in parts if str(part[1]).partition(".")[0] != group]
+                others = [part for part in parts if str(part[1]).partition(".")[0] == group]
+                parts = [part for part in parts if part not in others]
+                left_out += [_left_out(*part, f"{group}: {option}") for part in others if part[0] in own_files]
                 parts += [(own.source, group, own.values)] if own else []
                 choices |= own.choices if own else {group: option}
         parts += [(layer.source, section, value) for section, value in layer.values.items()]
-    settled = Settled(choices, schema(choices), {}, {})
+    settled = Settled(choices, schema(choices), {}, {}, left_out)
     for source, section, value in parts:
         settled.put(str(section), value, source)
     return settled
+
+
+def _left_out(source: str, section: Any, value: Any, choice: str) -> str:
+    what = ", ".join(map(str, cast("dict[Any, Any]", value))) if isinstance(value, dict) else ""
+    cure = f"choose it there too, as `defaults: [override /{choice}]`"
+    return f"{source}: {section}{f' ({what})' if what else ''} has no effect, for {choice} is chosen after it; {cure}"
 
 
 def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils.quantization_config import QuantizationMethod
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
@@ -142,6 +143,21 @@ def find_base(settings: ModelSettings) -> tuple[str, str, LoraConfig | None]:
     return name, str(adapter.base_model_name_or_path) if adapter else name, adapter
 
 
+def refuse_quantized(settings: ModelSettings, config: PretrainedConfig, adapted: bool, frozen: bool = False) -> None:
+    """Raise ConfigError where weights are saved in fewer bits, so that they cannot be trained themselves.
+
+    adapted: what is trained lies beside them; frozen: they were loaded, and are not all trained. Of MXFP4 that alone
+    tells, for where nothing computes in it transformers makes 16 bits of it.
+    """
+    held: Any = getattr(config, "quantization_config", None) or {}
+    method = held.get("quant_method", "") if isinstance(held, dict) else held.quant_method
+    method = str(getattr(method, "value", method))
+    beside = method == QuantizationMethod.BITS_AND_BYTES.value
+    if method and not (beside and adapted) and (frozen or method != QuantizationMethod.MXFP4.value):
+        cure = ", or train adapters beside them: model.lora.rank=16" if beside else ""
+        raise ConfigError(f"model.name={settings.name}: its weights are quantised ({method}); give it in 16 bits{cure}")
+
+
 def _load_pretrained(settings: ModelSettings, seed: int) -> PreTrainedModel:
     """The model that `settings.name` says, with its own adapter, a new one or none."""
     name, base, adapter = find_base(settings)
@@ -167,6 +183,8 @@ def _load_pretrained(settings: ModelSettings, seed: int) -> PreTrainedModel:
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
         add_adapter(model, settings.lora, seed)
+    frozen = not has_adapter(model) and any(not weight.requires_grad for weight in model.parameters())
+    refuse_quantized(settings, model.config, has_adapter(model), frozen)
     return model
 
 

@@ -32,8 +32,9 @@ def find_adapter(name: str) -> LoraConfig | None:
     if find_adapter_config_file(name) is None:
         return None
     config = PeftConfig.from_pretrained(name)
-    if not isinstance(config, LoraConfig):
-        raise ConfigError(f"model.name={name} holds an adapter of type {config.peft_type}; only LoRA is supported")
+    if not isinstance(config, LoraConfig) or config.use_dora:
+        kind = "DORA" if isinstance(config, LoraConfig) else config.peft_type
+        raise ConfigError(f"model.name={name} holds an adapter of type {kind}; only LoRA is supported")
     if not config.base_model_name_or_path:
         raise ConfigError(f"model.name={name}: {ADAPTER_CONFIG_NAME} has no base_model_name_or_path; write it there")
     return config
@@ -62,7 +63,8 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
     Raises ConfigError when `settings` ask for another one, or when the adapter does not fit the base.
     """
     if settings.rank:
-        saved = (config.r, config.lora_alpha, sorted(config.target_modules or []))
+        ends = config.target_modules or []
+        saved = (config.r, config.lora_alpha, ends if isinstance(ends, str) else sorted(ends))  # str: a pattern
         wanted = (settings.rank, settings.alpha, _targets(model, settings))
         if saved != wanted:
             raise ConfigError(
@@ -78,6 +80,13 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
         raise ConfigError(
             f"model.name={name}: the adapter does not fit its base {config.base_model_name_or_path}, which lacks "
             f"{min(strange)}, has more, or has another shape there; put back the model that was adapted"
+        )
+    kept = {tensor.data_ptr() for tensor in _saved(model, None).values()}
+    trained = ((key, weight) for key, weight in model.named_parameters() if weight.requires_grad)
+    if whole := [key for key, weight in trained if weight.data_ptr() not in kept]:
+        raise ConfigError(
+            f"model.name={name}: beside adapters it holds whole weights, {whole[0]}, which its checkpoints would lack: "
+            "merge it into its base, or save it anew by peft with save_embedding_layers=False"
         )
 
 
@@ -101,12 +110,16 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
 
     transformers' own `save_pretrained` would ask the hub about the base's vocabulary, at every checkpoint.
     """
-    tensors = get_peft_model_state_dict(model, weights and dict(weights), save_embedding_layers=False)
-    prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in _saved(model, weights).items()}
     save_file(prefixed, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     config = cast(LoraConfig, model.peft_config[ADAPTER])
     ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(ordered, indent=2, sort_keys=True) + "\n")
+
+
+def _saved(model: PreTrainedModel, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """What is the adapter's of `weights`, by default the model's, by the names that peft has for it."""
+    return get_peft_model_state_dict(model, weights and dict(weights), save_embedding_layers=False)
 
 
 def _targets(model: PreTrainedModel, settings: LoRA) -> list[str]:

@@ -25,7 +25,15 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
-from mtgrpo.model.load import compute_in, computes_in, find_base, resolved, round_frozen, weights_dtype
+from mtgrpo.model.load import (
+    compute_in,
+    computes_in,
+    find_base,
+    refuse_quantized,
+    resolved,
+    round_frozen,
+    weights_dtype,
+)
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
 from mtgrpo.model.lora import ADAPTER, add_adapter
 from mtgrpo.model.settings import ModelSettings, Quantization
@@ -151,15 +159,16 @@ def known_shape(name: str) -> dict[str, Any]:
 def _architecture(settings: ModelSettings) -> PreTrainedModel:
     if settings.name in tiny.SHAPES:
         return tiny.build_model(tiny.SHAPES[settings.name], 0)
+    base, adapter = settings.name, None
     try:
         name, base, adapter = find_base(settings)
-        with refuse_model(name):
+        with refuse_model(name, base if adapter else ""):
             config = AutoConfig.from_pretrained(base, trust_remote_code=False)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(settings))
+        refuse_quantized(settings, config, bool(adapter or settings.lora.rank))
     except UnreachableError:
-        if not (shape := known_shape(settings.name)):
+        if not (shape := known_shape(base)):
             raise
-        adapter = None
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=weights_dtype(settings))
     for layer in model.base_model.modules() if settings.quantization is not Quantization.none else []:
         if type(layer) is nn.Linear:

@@ -175,7 +175,7 @@ def load_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {path}{beside(path, '*.py')}")
     try:
         return importlib.import_module(f"{__name__}.{str(path).encode().hex()}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # it may be a script
         raise ConfigError(f"{path} cannot be imported: {explained(error)}") from error
 
 

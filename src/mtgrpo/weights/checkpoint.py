@@ -119,7 +119,7 @@ def write(
     checkpoints.mkdir(parents=True, exist_ok=True)
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
         if leftover not in find_steps(checkpoints).values():
-            shutil.rmtree(leftover)
+            _remove(leftover)
     check_disk(checkpoints, snapshot.bytes)
     target = checkpoints / f"step_{step:06d}"
     replaced = target.with_name(f"{target.name}.replaced")
@@ -211,4 +211,12 @@ def _prune(checkpoints: Path, keep_last: int, keep: set[int]) -> None:
     for step in sorted(set(sorted(by_step)[:-keep_last] if keep_last else []) - keep):
         hidden = checkpoints / f".{by_step[step].name}.removed"
         os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
-        shutil.rmtree(hidden)
+        _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Of a link, by which somebody may have replaced an old checkpoint, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

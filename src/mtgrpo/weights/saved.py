@@ -19,6 +19,7 @@ from mtgrpo.model.settings import VALUE_HEAD
 STATE, TENSORS, REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
 NO_REFERENCE = "kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew"
 TRAINING_FILES = (STATE, TENSORS, REFERENCE, VALUE_HEAD)  # what no other library reads
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,21 @@ class Checkpoint:
 def find_newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """The whole checkpoint of the highest step in the run's `folder`, or None where there is none at all.
 
-    A damaged one is noted and put aside as `damaged_step_<step>`. Raises ConfigError where all are damaged.
+    A damaged one is noted and put aside as `damaged_step_<step>`. Raises ConfigError where all are damaged, and where
+    the disk does not give what is there.
     """
     by_step = find_steps(folder / "checkpoints")
     for step in sorted(by_step, reverse=True):
         try:
             return read_checkpoint(by_step[step])
         except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, _ABSENT):
+                raise  # nothing is known of it
             aside = by_step[step].with_name(f"damaged_step_{step:06d}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(by_step[step], aside)
             note(f"{str(error).partition('; use another')[0]}; it is now {aside.name}, and the one before it is taken")
-    if by_step:
+    if by_step or any((folder / "checkpoints").glob("damaged_step_*")):
         raise ConfigError(f"every checkpoint in {folder / 'checkpoints'} is damaged: begin anew in another folder")
     return None
 
@@ -62,13 +66,15 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
         step, state = int(content["step"]), dict(content["state"])
         has_reference = bool(content["training"].get("reference"))
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except _ABSENT as error:
         there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))) or "no checkpoints"
         what = f"it has no {STATE}" if path.is_dir() else f"there is no such folder; beside it are {there}"
         if newest := newest_of(path):
             what = f"it is a run; its newest is {newest}"
         raise ConfigError(f"{path} is not a checkpoint: {what}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise _unread(path / STATE, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damage(path / STATE, "it cannot be read") from error
     if digest != digest_of(content):
         raise _damage(path / STATE, "its checksum differs")
@@ -84,7 +90,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
             if verify and sha256_of(file) != checksum:
                 raise _damage(file, "its checksum differs")
         except OSError as error:
-            raise _damage(file, f"it cannot be read ({error})") from error
+            raise _unread(file, error) from error
     return Checkpoint(path, step, state, content["files"], has_reference)
 
 
@@ -113,6 +119,11 @@ def sha256_of(path: Path) -> str:
 def digest_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of what a state file says."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _unread(file: Path, error: OSError) -> ConfigError:
+    cure = f"try again, or put {file.parent.name} elsewhere to use another checkpoint"
+    return ConfigError(f"the checkpoint cannot be read now: {file}: {error.strerror or error}; {cure}")
 
 
 def _damage(file: Path, how: str) -> ConfigError:

@@ -146,7 +146,8 @@ class Adapter(Push):
         super().__init__(folder, source, exact)
         if source.lora is None or not source.lora.base_model_name_or_path:
             raise ConfigError("engine.sync=adapter: the model has no adapter of a saved base; set model.lora.rank=16")
-        self.served, self.rank = str(source.lora.base_model_name_or_path), source.lora.r
+        self.served = str(source.lora.base_model_name_or_path)
+        self.rank = max([source.lora.r, *(source.lora.rank_pattern or {}).values()])
         self._written = 0  # a server takes no second one of a name, and a warm start ends at its version
 
     def write(self, source: WeightSource) -> int:
