@@ -672,8 +672,9 @@ def test_a_file_of_ones_own_imports_what_lies_beside_it(place: Path, monkeypatch
 
 
 def test_what_a_file_sets_of_a_part_that_is_then_replaced_is_told(run: Run, place: Path) -> None:
-    (place / "rows.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": "2"}\n')
-    words = ["task.path=rows.jsonl", "task.val_files=[rows.jsonl]", "model.name=tiny", "sft.steps=0", "--dry-run"]
+    for name in ("rows", "held_out"):
+        (place / f"{name}.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n')
+    words = ["task.path=rows.jsonl", "task.val_files=[held_out.jsonl]", "model.name=tiny", "sft.steps=0", "--dry-run"]
     told = "mine.yaml: task (system_prompt) has no effect, for task: jsonl is chosen after it"
     for choice, left_out in (("", True), ("defaults: [override /task: jsonl]\n", False)):
         (place / "mine.yaml").write_text(f"{choice}task: {{system_prompt: Hello.}}\n")
