@@ -94,7 +94,7 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
             newest = newest_of(folder) or found.path
             over += "; its checksums were not looked at" + f", {newest.name} is damaged" * (newest != found.path)
         lines += [f"it would go on from {found.path}, after step {found.step}{over}", *told_of(found, now)]
-    elif composed.experiment.resume and command in ("train", "sft") and not (folder and newest_of(folder)):
+    elif composed.experiment.resume and command in ("train", "sft"):
         lines.append(f"there is no checkpoint in {folder} yet: it would begin at the start")
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)

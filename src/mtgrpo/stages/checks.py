@@ -41,7 +41,7 @@ from mtgrpo.stages.trial import (
 )
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
-from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, find_steps, newest_of, read_checkpoint
+from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, find_newest, newest_of, read_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -125,11 +125,7 @@ def begun_from(experiment: Experiment, folder: Path | None, verify: bool = True)
     """The checkpoint with which the run in `folder` goes on; None = none. verify: one that is named. ConfigError."""
     if experiment.resume != LATEST:
         return read_checkpoint(Path(experiment.resume), verify) if experiment.resume else None
-    steps = find_steps(folder / "checkpoints") if folder else {}
-    for step in sorted(steps, reverse=True):
-        with suppress(ConfigError):  # a run puts a damaged one aside, and takes the one before
-            return read_checkpoint(steps[step], verify=False)
-    return None
+    return find_newest(folder, note=lambda _: None, looks=True) if folder else None
 
 
 def refuse_other_steps(experiment: Experiment, folder: Path | None, alone: bool = False) -> None:

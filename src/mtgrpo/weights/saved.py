@@ -19,7 +19,7 @@ from mtgrpo.model.settings import VALUE_HEAD
 STATE, TENSORS, REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
 NO_REFERENCE = "kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew"
 TRAINING_FILES = (STATE, TENSORS, REFERENCE, VALUE_HEAD)  # what no other library reads
-_ABSENT = (FileNotFoundError, NotADirectoryError)
+_ABSENT = (FileNotFoundError, NotADirectoryError)  # other errors of a disk may pass
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,21 @@ class Checkpoint:
     has_reference: bool  # of a KL penalty
 
 
-def find_newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
+def find_newest(folder: Path, note: Callable[[str], None], looks: bool = False) -> Checkpoint | None:
     """The whole checkpoint of the highest step in the run's `folder`, or None where there is none at all.
 
     A damaged one is noted and put aside as `damaged_step_<step>`. Raises ConfigError where all are damaged, and where
-    the disk does not give what is there.
+    the disk does not give what is there. looks: no checksum is compared, nothing noted and nothing put aside.
     """
     by_step = find_steps(folder / "checkpoints")
     for step in sorted(by_step, reverse=True):
         try:
-            return read_checkpoint(by_step[step])
+            return read_checkpoint(by_step[step], verify=not looks)
         except ConfigError as error:
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, _ABSENT):
                 raise  # nothing is known of it
+            if looks:
+                continue
             aside = by_step[step].with_name(f"damaged_step_{step:06d}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(by_step[step], aside)
