@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from hydra.types import RunMode
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -39,6 +40,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from mtgrpo.config.compose import ExperimentLoader
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
@@ -650,3 +652,18 @@ def test_an_adapter_of_the_head_is_refused(bases: dict[str, Path], tmp_path: Pat
     save_adapter(model, tmp_path)
     with pytest.raises(ConfigError, match=r"its head is not a matrix \(an adapter may not touch the head\)"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["model.lora.alpha=16"], True),
+        (["model.lora.targets=[q_proj]"], True),
+        (["model.lora.rank=4", "model.lora.targets=[q_proj]"], False),
+        (["recipe=[calculator,lora]", "model.lora.rank=0"], False),  # the recipe's alpha
+    ],
+)
+def test_settings_of_adapters_without_a_rank_are_noted(words: list[str], noted: bool) -> None:
+    loader = ExperimentLoader()
+    loader.load_configuration("base", words, RunMode.RUN)
+    assert any("model.lora.rank is 0: all weights are trained" in note for note in loader.notes) is noted

@@ -247,6 +247,8 @@ class ExperimentLoader(ConfigLoader):
         tools = any(value and key.startswith("environment.tools") for key, value in typed.items())
         if tools and settled.choices["agent"] != base().choices["agent"] and not settled.values.get("sft.steps"):
             self.notes.append("environment.tools has no effect on training: an agent brings tools of its own")
+        if not settled.values.get("model.lora.rank") and {"model.lora.alpha", "model.lora.targets"} & typed.keys():
+            self.notes.append("model.lora.rank is 0: all weights are trained, unless model.name is an adapter's")
         settled.values.update({"model.name": str(checkpoint)} if checkpoint else {})
         settled.choices["recipe"] = recipe
         self._lines = [str(word.input_line) for word in words if word.is_hydra_override()]

@@ -148,7 +148,8 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[2] == last], 3, cutoff=0.0)
-    near = close or same or ([] if section else difflib.get_close_matches(key, [*known, *groups(), "recipe"], 1))
+    whole = [] if section else [*known, *groups(), "recipe", "checkpoint"]
+    near = close or same or difflib.get_close_matches(key, whole, 1)
     if near:
         return f"unknown option {key}; did you mean {' or '.join(near)}?"
     if section:
