@@ -32,8 +32,9 @@ SCRIPTS = dict.fromkeys(("advantages", "kl", "stale"), "algorithms.py") | {
 
 
 def head() -> str:
-    """The commit that is measured, with `-dirty` where files differ from it; "" outside of a repository."""
-    return git("describe", "--always", "--dirty", "--exclude=*")
+    """The commit that is measured, with `-dirty` where files but results differ; "" outside of a repository."""
+    differ = git("diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results")
+    return git("describe", "--always", "--exclude=*") + "-dirty" * bool(differ)
 
 
 def code(benchmark: str) -> list[str]:
