@@ -356,6 +356,8 @@ def test_a_result_is_as_old_as_the_commits_to_its_code(tmp_path: Path) -> None:
     assert age.age(result) == f"measured at {brought}, 2 commits of its code ago"
     brought = commit("benchmarks/results/forest.json", json.dumps(found | {"commit": measured}))
     assert age.age(result) == f"measured at {measured}, 2 commits of its code ago"
+    result.write_text(json.dumps(found))
+    assert age.head() == brought
     (tmp_path / "benchmarks" / "forest.py").write_text("4")
     assert age.head() == f"{brought}-dirty"
 
