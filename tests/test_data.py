@@ -68,6 +68,13 @@ def test_a_file_of_another_format_takes_a_line(place: Path, run: Run) -> None:
         assert code == 2 and not out and len(err.splitlines()) == 1 and said in err
 
 
+def test_text_in_another_encoding_is_told_how_to_be_converted(place: Path, run: Run) -> None:
+    (place / "mine.jsonl").write_bytes('{"prompt": "Größe?"}\n'.encode("latin1"))
+    lines = run("data", "check", "mine.jsonl")[1].splitlines()
+    assert lines[-1].startswith("mine.jsonl, line 1: not valid JSON ('utf-8' codec can't decode byte 0xf6")
+    assert lines[-1].endswith("; iconv -f LATIN1 -t UTF-8 FILE > new.jsonl")
+
+
 def test_faults_of_a_kind_are_a_line(place: Path, run: Run) -> None:
     write(place / "mine.jsonl", asked("1?", answer="1"), *(f'{{"prompt": {n}x' for n in range(40)))
     lines = run("data", "check", "mine.jsonl")[1].splitlines()

@@ -529,6 +529,7 @@ def test_a_task_that_is_another_each_time_is_noted(run: Run, place: Path) -> Non
             "the demonstration of task said/1 makes 1 calls and has 0 answers: a message of role tool belongs after",
         ),
         ("1?", 1, "the demonstration of task said/1 makes 0 calls and has 1 answers: a message of role tool belongs"),
+        ("1?", -2, "the demonstration of task said/1 has a message of role user between a call and its answer"),
         (
             "what? " * 2000,
             None,
@@ -543,6 +544,8 @@ def test_what_a_demonstration_lacks_is_noted(
     answers = [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "#### 1"}]
     messages = [{"role": "user", "content": asked}, call, *answers]
     shown = [message for number, message in enumerate(messages) if number != left_out]
+    if left_out == -2:
+        shown.insert(2, {"role": "user", "content": "Go on."})
     Path("said.jsonl").write_text(json.dumps({"messages": shown}) + "\n")
     Path("own.py").write_text("def tool(number: int) -> str:\n    'Says it.'\n    return '1'\n")
     words = "sft.steps=1 sft.demonstrations=said.jsonl environment.tools=[own.py:tool]"

@@ -89,7 +89,8 @@ def _call_from(value: Any, where: str) -> ToolCall:
             arguments = json.loads(arguments.strip() or "{}")  # OpenAI's calls without arguments have ""
         return ToolCall(str(function["name"]), dict(arguments))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: a tool call has a name and an object of arguments, got {shown(value)}") from error
+        told = "a tool call has a name and arguments, which are an object or the JSON of one"
+        raise ConfigError(f"{where}: {told}, got {shown(value)}") from error
 
 
 def shown(value: Any) -> str:

@@ -134,7 +134,8 @@ def parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        what = f"not valid JSON ({error}): {text[:80]!r}" if text else f"longer than {MAX_LINE_BYTES:,} bytes"
+        cure = "; iconv -f LATIN1 -t UTF-8 FILE > new.jsonl" * isinstance(error, UnicodeDecodeError)
+        what = f"not valid JSON ({error}): {text[:80]!r}{cure}" if text else f"longer than {MAX_LINE_BYTES:,} bytes"
         raise ConfigError(f"{where}: {what}") from error
 
 

@@ -141,10 +141,13 @@ def _cut(experiment: Experiment, shown: Sequence[Shown], chat: Chat) -> list[str
 def _lacking(task: Task, messages: Sequence[Message]) -> str:
     """What a demonstration lacks where a tool answers every call, and the policy then goes on; "" = nothing."""
     said, whose = (*task.messages, *messages), f"the demonstration of task {task.id}"
-    calls = [call for message in said for call in message.tool_calls if call.name != CONDENSE.name]
-    answered = sum(message.role == "tool" for message in said)
-    if answered != len(calls):
-        return f"{whose} makes {len(calls)} calls and has {answered} answers: a message of role tool belongs after each"
+    calls = [sum(call.name != CONDENSE.name for call in message.tool_calls) for message in said]
+    answered, cure = sum(message.role == "tool" for message in said), "a message of role tool belongs after each"
+    if answered != sum(calls):
+        return f"{whose} makes {sum(calls)} calls and has {answered} answers: {cure}"
+    for number, count in enumerate(calls):
+        if other := next((one.role for one in said[number + 1 :][:count] if one.role != "tool"), None):
+            return f"{whose} has a message of role {other} between a call and its answer: {cure}"
     if messages[-1].role == "assistant":
         return ""
     return f"{whose} ends with a message of role {messages[-1].role}: the policy does not see how to go on from there"

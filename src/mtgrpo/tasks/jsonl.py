@@ -49,7 +49,7 @@ class RowFaults:
             return True
         where = self._rows.where
         self._repeated[number] = (
-            f"{where(number)}: the id {row.id!r} is that of {where(earlier)} already; results go by ids"
+            f"{where(number)}: the id {row.id!r} is that of {where(earlier)} already, and results go by ids: change it"
         )
         return False
 
@@ -136,8 +136,8 @@ class FileSource(TaskSource, ABC, eval_fraction=">= 0 and < 1"):
             cure = f"{' and '.join(map(str, files))} holds no rows; fill it, or name another file"
             if len(rows):
                 known = self._checked(rows, files)
-                told = [*known, "set task.val_files" if known else "set task.val_files, or another task.eval_fraction"]
-                cure = f"all {len(rows)} rows fall to the other split; {'; '.join(told)}"
+                cure = "or set task.val_files" if known else "set task.val_files, or another task.eval_fraction"
+                cure = f"all {len(rows)} rows fall to the other split; {'; '.join((*known, cure))}"
             options = f"{self._given} {self._given_held_out} task.eval_fraction={self.eval_fraction}"
             raise ConfigError(f"no rows for split {split.value}: {options}: {cure}")
         skips = self.bad_rows is BadRows.skip
