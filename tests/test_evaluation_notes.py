@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import EM
 from mtgrpo.rewards.numeric import Numeric
@@ -50,7 +51,11 @@ def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
     cut = said("6")
     cut.status, cut.reason = Status.TRUNCATED, "max_new_tokens"
     (note,) = notes(EM(), cut, said("62"))
-    assert note == "evaluation: no success: 1 of 2 conversations are cut: set sampling.max_new_tokens higher"
+    assert note == (
+        "evaluation: no success: 1 of 2 conversations are cut: set sampling.max_new_tokens higher, or where more room "
+        "would not help (look at some with `mtgrpo show`), choose another start (sft.steps, model.name)"
+    )
+    assert notes(EM(), cut, said("62"), name=NO_TOOLS) == []  # of which no success is expected
     unread = said("6")
     unread.status, unread.reason = Status.TRUNCATED, "policy_error"
     assert notes(EM(), unread) == [] and notes(EM(), cut, unread) == [note]
@@ -58,4 +63,4 @@ def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
     right.reward = 1.0
     assert notes(EM(), cut, right) == [] and notes(EM(), cut, *[said("62")] * 9) == []
     cut.reason = "max_turns"
-    assert notes(EM(), cut)[0].endswith("1 of 1 conversations are cut: set environment.max_turns higher")
+    assert "1 of 1 conversations are cut: set environment.max_turns higher, or" in notes(EM(), cut)[0]

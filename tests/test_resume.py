@@ -26,6 +26,7 @@ from mtgrpo import journal
 from mtgrpo.config.compose import compose, parse, preset
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.evaluation.findings import what_was_learned
 from mtgrpo.log import Tracker
 from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model.load import load_model
@@ -628,6 +629,8 @@ def test_other_settings_are_told(tmp_path: Path) -> None:
     (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\ntask: {min_steps: 1}\n")
     ran(tmp_path, "trainer.steps=3", "sft.steps=0", "resume=true", "task.min_steps=1")
     assert "is no measure of the new: task.min_steps\n" in (tmp_path / "notes.txt").read_text()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["eval/other_before"] == 1 and "\nno comparison: " in what_was_learned(summary, 1, lr=1e-3)
     (record / "config.yaml").write_text("model: {name: another}\n")
     ran(tmp_path, "trainer.steps=4", "sft.steps=0", "resume=true")
     assert "model.name has no effect where a run goes on" not in (tmp_path / "notes.txt").read_text()  # it was not set
@@ -675,6 +678,18 @@ def test_a_file_that_only_one_of_them_has_used_is_no_difference() -> None:
     before = {"reward": "/a/own.py:R", "/a/own.py": "sha256:1", "/b/own.py": "sha256:2"}
     now = {"reward": "/c/own.py:R", "/c/own.py": "sha256:1", "/b/own.py": "sha256:3"}
     assert differences(before, now) == ["reward=/c/own.py:R (was /a/own.py:R)", "/b/own.py=sha256:3 (was sha256:2)"]
+
+
+def test_files_that_lie_elsewhere_are_known_by_the_ends_of_their_paths() -> None:
+    before = {"/a/train/rows.jsonl": "sha256:1", "/a/held/rows.jsonl": "sha256:2", "/a/own.py": "sha256:3"}
+    moved = {name.replace("/a/", "/b/"): digest for name, digest in before.items()}
+    assert differences(before, moved) == []
+    other = moved | {"/b/held/rows.jsonl": "sha256:4"}
+    assert differences(before, other) == ["/b/held/rows.jsonl=sha256:4 (was sha256:2)"]
+    assert differences(before, {"/b/rows.jsonl": "sha256:2", "/b/new.py": "sha256:5"}) == []
+    assert differences({"/a/own.py": "sha256:1"}, {"/b/own.py": "sha256:2", "/b/new.py": "sha256:3"}) == [
+        "/b/own.py=sha256:2 (was sha256:1)"
+    ]
 
 
 def test_data_that_was_edited_meanwhile_is_told(tmp_path: Path) -> None:

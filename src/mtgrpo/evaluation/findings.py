@@ -23,6 +23,7 @@ from mtgrpo.evaluation.statistics import (
 from mtgrpo.rewards import Reward
 from mtgrpo.types import CallOutcome, Group, Trajectory
 
+OTHER_BEFORE = "eval/other_before"  # in the summary: success before was measured with other tasks or settings
 NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
 TRAINED = "train/success"  # in the summary: of training tasks, the mean over the last steps, the newest weighing most
@@ -128,6 +129,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
     names = {"greedy": "greedy", "sampled": "success", **({best: best} if tried else {})}
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
     line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
+    if OTHER_BEFORE in summary:
+        return f"held-out success: {line}\nno comparison: before was measured with other tasks or settings than after"
     gains = {label: after - before for label, (before, after) in found.items()}
     sampled = f"sampled {gains['sampled']:+.3f}"
     rose = f"{sampled}, {best} {gains.get(best, 0.0):+.3f}"

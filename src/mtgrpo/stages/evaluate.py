@@ -169,6 +169,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
         notes.append(f"of {len(groups)} tasks {measured} could be measured: its numbers are of those")
     elif len(valid) < (played := sum(len(group.trajectories) for group in groups)):
         notes.append(f"of {played} conversations {len(valid)} could be measured: its numbers are of those")
+    valid = [] if name == NO_TOOLS else valid  # a control, of which no success is expected
     looks_for = reward.looks_for or next((part.looks_for for part in reward.parts), "")
     graded = [t for t in valid if t.given is None]  # by the reward, not by an agent
     if looks_for and graded and not any(map(reward.answer, graded)):
@@ -182,7 +183,9 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
     cut -= Counter({POLICY_ERROR: len(valid), REFUSED: len(valid)})  # which are no limits
     if cut.total() > _NOTABLE * len(valid) and not any(t.succeeded(reward.success_at) for t in valid):
         options = ", ".join(f"{_GROUPS.get(limit, 'environment')}.{limit}" for limit in cut)
-        notes.append(f"no success: {cut.total()} of {len(valid)} conversations are cut: set {options} higher")
+        higher = f"set {options} higher, or where more room would not help (look at some with `mtgrpo show`)"
+        told = f"{cut.total()} of {len(valid)} conversations are cut: {higher}"
+        notes.append(f"no success: {told}, choose another start (sft.steps, model.name)")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def other_measures(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
 
 def changed_files(before: Mapping[str, str]) -> list[str]:
     """What to say of files of somebody's own that are not as in `before`, the settings of a run that is measured."""
-    now = {name: digest for name, digest in extension.digests.items() if name in before}
-    told = "; ".join(differences({name: before[name] for name in now}, now))
+    files = {name: value for name, value in before.items() if value.startswith(extension.DIGEST)}
+    told = "; ".join(differences(files, extension.digests))
     return [f"other files than the checkpoint was trained with: {told}"] if told else []
 
 
@@ -70,12 +71,30 @@ def settings_of(folder: Path) -> dict[str, str]:
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings in which a run differs from what it was, for people; of a file, where both have used it."""
     told: list[str] = []
+    before = {**before, **_moved(before, now)}
     for name in {**before, **now} if before and now else ():
         old, new = before.get(name, _NEW), now.get(name, _NEW)
         of_one = _NEW in (old, new) and extension.DIGEST in old + new
         if old != new and name not in OF_RESUMING and not of_one:
             told.append(f"{name}={new} (was {old})")
     return told
+
+
+def _moved(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """The digests `before` of files that lie elsewhere `now`, by their new paths, which end as the old ones."""
+    gone = {name: digest for name, digest in before.items() if digest.startswith(extension.DIGEST) and name not in now}
+    found: dict[str, str] = {}
+    for name, digest in now.items():
+        if digest.startswith(extension.DIGEST) and name not in before and gone:
+            length, _, old = max((_alike(name, one), gone[one] == digest, one) for one in gone)
+            found |= {name: gone[old]} if length else {}
+    return found
+
+
+def _alike(one: str, other: str) -> int:
+    """How many of the last parts of two paths are the same."""
+    pairs = zip(Path(one).parts[::-1], Path(other).parts[::-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def final_results(folder: Path, step: int) -> Mapping[str, Any]:

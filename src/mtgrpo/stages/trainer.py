@@ -13,7 +13,7 @@ from textwrap import fill
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import RunError, program
-from mtgrpo.evaluation.findings import TRAINED, what_was_learned
+from mtgrpo.evaluation.findings import OTHER_BEFORE, TRAINED, what_was_learned
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.trainer import Stage
@@ -66,6 +66,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     async with open_run(experiment, folder) as run:
         with saving(run, curve) as saver:
             summary = saver.summary
+            other = bool(run.resumed and other_measures(run.resumed, settings_of(folder)))
+            summary |= {OTHER_BEFORE: 1.0} if other and "eval/success/before" in summary else {}
             run.sinks.tell(list(run.experiment.notes))
             await warm_start(run, saver)
             if "eval/success/before" not in summary:
@@ -76,8 +78,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds, "eval/tasks": float(len(run.held_out))}
             try:
-                same = run.resumed and not other_measures(run.resumed, settings_of(folder))
-                after = final_results(folder, steps) if same else {}
+                after = final_results(folder, steps) if run.resumed and not other else {}
                 summary |= after or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
                 curve.success[steps] = summary["eval/success/after"]
             finally:  # also when the evaluation fails
