@@ -394,7 +394,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("--cfg nothing", ["--cfg", "'nothing'", "'job'"]),
         ("--config-dir away", ["--config-dir away: there is no such folder"]),
         ("--config-name mine", ["--config-name mine: there is no mine.yaml; give --config-dir FOLDER"]),
-        ("--rollout.group_size 4", ["there is no --rollout.group_size; options are key=value, without --"]),
+        ("--rollout.group_size 4", ["there is no --rollout.group_size; options are key=value, without --: "]),
         ("--experimental-rerun x.pickle", ["there is no --experimental-rerun"]),
         ("--model Qwen/Qwen3-0.6B", ["there is no --model; here it is model.name; options are key=value, without --"]),
         ("--multirn", ["there is no --multirn", "--multirun"]),
@@ -577,6 +577,13 @@ def write_rows() -> None:
 TRIED = {"the demonstration of task calculator/": [], "the bare answer '2' of task one": ROWS}
 
 
+def test_a_class_that_is_named_as_python_does_is_told_its_file(run: Run, place: Path) -> None:
+    Path("graders").mkdir()
+    Path("graders/own.py").write_text(OWN_REWARD)
+    said = "there is no reward named 'graders.own:Paid'; did you mean graders/own.py:Paid? known: "
+    assert said in run("train", "reward=graders.own:Paid", "--dry-run")[2]
+
+
 @pytest.mark.parametrize(("what", "words"), TRIED.items())
 @pytest.mark.parametrize(("grade", "said"), GRADES.items())
 def test_somebodys_own_reward_is_tried(
@@ -732,7 +739,9 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["show", "away"], "away holds no run"),
         (["launch", "vllm"], "the following arguments are required: --model"),
         (["launch", "local", "--model", "m"], "--max-length is missing"),
-        (["data", "smollm3"], "invalid choice: 'smollm3'"),
+        (["data", "smollm3"], "'word_problems', 'svamp'); did you mean smollm2?"),
+        (["help", "viw"], "there is no command 'viw'; did you mean view?"),
+        (["help", "frobnicate"], "no option speaks of 'frobnicate'"),
         (["doctor", "--json", "--x"], "unrecognized arguments: --x"),
         (["train", "--help", "frobnicate"], "no option speaks of 'frobnicate'"),
         (["eval", "."], "options are key=value, such as checkpoint=."),
@@ -821,6 +830,7 @@ def test_the_general_help_needs_no_torch() -> None:
 
 def test_help_is_a_command_too(run: Run) -> None:
     assert run("help") == run("--help") == (0, cli.USAGE + "\n", "")
+    assert run("help", "reward") == run("train", "--help", "reward") != run("--help")
     assert run("help", "train", "curriculum") == run("train", "--help", "curriculum") == run("--help", "curriculum")
     said = "no option speaks of 'curiculum'; did you mean curriculum? `mtgrpo train --help` lists all"
     assert said in run("train", "--help", "curiculum")[2]
@@ -832,9 +842,9 @@ def test_what_is_to_be_typed_is_said_as_the_command_was_called(
     called = tmp_path / "mtgrpo"
     called.touch(0o755)
     monkeypatch.setattr(sys, "argv", [str(called)])
-    assert f"; {called} data --help lists what there is" in run("data", "smollm3")[2]
+    assert f"; {called} data --help lists what there is" in run("data", "qqq")[2]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "; mtgrpo data --help lists what there is" in run("data", "smollm3")[2]
+    assert "; mtgrpo data --help lists what there is" in run("data", "qqq")[2]
 
 
 def test_version(run: Run) -> None:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.evaluation.findings import OTHER_BEFORE
 from mtgrpo.evaluation.statistics import clopper_pearson, compare, mean_over_tasks, wilson
 from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
@@ -182,6 +183,10 @@ def test_runs_of_a_sweep_in_their_order(tmp_path: Path) -> None:
     assert [run.name for run in runs] == [*(f"sweep/{number}" for number in range(11)), "other"]
     with pytest.raises(ConfigError, match=r"holds no run: no metrics\.jsonl or summary\.json"):
         find_runs([tmp_path / "nowhere"])
+    (model := tmp_path / "exported").mkdir()
+    (model / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"it is a model, which eval and play take as model\.name"):
+        find_runs([model])
 
 
 def test_settings_as_they_are_typed(tmp_path: Path) -> None:
@@ -372,6 +377,15 @@ def test_runs_are_compared_with_the_first_task_by_task(tmp_path: Path) -> None:
     b, c = content.against_first(read_runs(folders))
     assert b.startswith("b against a, success on 10 tasks: +60.0 points (") and b.endswith(", p = 0.031")  # 2 / 2**6
     assert c.startswith("c against a, success on 10 tasks: +0.0 points (") and c.endswith(", p = 1")
+
+
+def test_what_was_measured_otherwise_is_not_compared(tmp_path: Path) -> None:
+    same, other = (
+        make_run(tmp_path / str(n), summary={**SUMMARY, **more}) for n, more in enumerate(({}, {OTHER_BEFORE: 1.0}))
+    )
+    compared, not_compared = (content.results(read_runs([run]))[0][1] for run in (same, other))
+    assert compared[:3] == not_compared[:3] and compared[3].endswith(" points")
+    assert not_compared[3] == "none: before was measured otherwise"
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:

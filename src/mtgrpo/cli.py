@@ -93,7 +93,7 @@ def run_command(arguments: Sequence[str]) -> None:
     """Do what the words of the command line say. Raises ConfigError for the user's mistakes."""
     command, *words = arguments or [""]
     if command in ("-h", "--help", "help") and words:
-        of_train = words[0] not in COMMANDS and (command != "help" or "." in words[0])
+        of_train = words[0] not in COMMANDS and (command != "help" or not meant(words[0], COMMANDS))
         command, words = ("train", words) if of_train else (words[0], words[1:])
         words = ["--help", *words]
     if command in ("", "-h", "--help", "help"):

@@ -50,7 +50,9 @@ class Arguments(argparse.ArgumentParser):
             one for action in self._actions if isinstance(action.choices, dict) for one in action.choices.values()
         ]
         flags = [flag for parser in (self, *nested) for flag in parser._option_string_actions]
-        hint = meant(words.partition(" ")[0].partition("=")[0], flags) if unknown else ""
+        wrong, _, choices = message.partition("invalid choice: ")[2].partition(" (choose from ")
+        known = flags if unknown else [choice.strip(" ')") for choice in choices.split(",")]
+        hint = meant(words.partition(" ")[0].partition("=")[0] or wrong.strip("'"), known) if unknown or wrong else ""
         usage = f"{program()}{self.prog.removeprefix('mtgrpo')} --help lists what there is"
         raise ConfigError(f"{message}; {hint.rstrip() or usage}")
 

@@ -117,7 +117,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
         hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("-") else ""
         if ours := counterpart(typed.lstrip("-").replace("-", "_")):
             hint = f"here it is {ours}; options are key=value, without --"
-        usage = f"options are key=value, without --; flags: {program()} --help"
+        usage = f"options are key=value, without --: {typed.lstrip('-')}=VALUE; flags: {program()} --help"
         raise ConfigError(f"there is no {rest[0]}; {hint or usage}")
     return args
 

@@ -107,9 +107,12 @@ def find(package: str, name: str, base: type, what: str = "") -> Any:
         what = what or package.rpartition(".")[2].removesuffix("s")
         if what == "task" and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
             raise ConfigError(f"task={name} names a file: give task=jsonl (or parquet) task.path={name}")
+        stem, colon, own = name.partition(":")  # as Python's module:Name
+        module = Path(f"{stem.replace('.', '/')}.py")
+        hint = f"did you mean {module}:{own}? " if colon and module.is_file() else meant(name, known)
         raise ConfigError(
-            f"there is no {what} named {name!r}; {meant(name, known)}known: {', '.join(known)}; or give a class of "
-            "your own as path/to/file.py:Name"
+            f"there is no {what} named {name!r}; {hint}known: {', '.join(known)}; or give a class of your own as "
+            "path/to/file.py:Name"
         )
     return known[name]
 

@@ -131,6 +131,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
             above = next(filter(_is_run, place.absolute().parents[:2]), None)  # as of a checkpoint
             newest = f"; its run is {above}" if above else newest
+            if (place / "config.json").is_file():
+                newest += "; it is a model, which eval and play take as model.name"
             raise ConfigError(
                 f"{place} holds no run: no metrics.jsonl or summary.json, nor folders that do{newest or beside(place)}"
             )

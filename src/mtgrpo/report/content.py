@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe, recipes
+from mtgrpo.evaluation.findings import OTHER_BEFORE
 from mtgrpo.evaluation.statistics import INTERVALS, Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, conversations, count, flat, of_set, places_of_turns, step_of
 from mtgrpo.record.shapes import Json
@@ -219,11 +220,12 @@ def _example(row: Json, success: bool) -> Example:
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
     """All that was measured on held-out tasks: the number of the run, and the cells of RESULT."""
-    return [
-        (place, [measured.metric, interval(measured.before), interval(measured.after), change(measured)])
-        for place, run in enumerate(runs)
-        for measured in measurements(run)
-    ]
+    rows: list[tuple[int, list[str]]] = []
+    for place, run in enumerate(runs):
+        for measured in measurements(run):
+            gained = "none: before was measured otherwise" if OTHER_BEFORE in run.summary else change(measured)
+            rows.append((place, [measured.metric, interval(measured.before), interval(measured.after), gained]))
+    return rows
 
 
 def against_first(runs: Sequence[RunRecord]) -> list[str]:
