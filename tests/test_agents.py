@@ -304,6 +304,15 @@ def solve(task, address):
     assert (trajectory.status, trajectory.reason, len(trajectory.turns)) == (Status.TRUNCATED, "policy_error", 1)
 
 
+def test_what_an_agent_does_to_the_metadata_is_its_own(tmp_path: Path) -> None:
+    code = "def solve(task, address):\n    ask(address)\n    task.metadata['seen'] = 1\n    return len(task.metadata)\n"
+    agent = Python(function=written(tmp_path, code))
+    for _ in range(2):
+        trajectory = one(agent, tmp_path)
+        assert (trajectory.reward, trajectory.task) == (1, TASK)
+    assert not TASK.metadata
+
+
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"])
 def test_an_agent_that_hangs_fails_and_is_left(wait: str, tmp_path: Path) -> None:
     head = "async def" if "await" in wait else "def"

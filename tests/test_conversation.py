@@ -124,6 +124,11 @@ any_token = st.integers(0, len(tiny.load_tokenizer()) - 1).filter(lambda token: 
 outputs_of_tokens = st.lists(st.lists(any_token, max_size=12), min_size=1, max_size=5)
 
 
+def test_what_a_reward_does_to_the_metadata_is_the_trajectorys_own() -> None:
+    trajectory, _ = played([[5]], Talk(length=1))
+    assert trajectory.task == TASK and trajectory.task.metadata is not TASK.metadata
+
+
 @given(outputs_of_tokens, st.booleans())
 @settings(max_examples=60)
 def test_every_turn_is_what_was_asked_and_what_was_sampled(spoken: list[list[int]], forgetful: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
 from pathlib import Path
@@ -83,6 +84,13 @@ class Counter(Tool):
     def __call__(self) -> int:
         self.first += 1
         return self.first - 1
+
+class Shelf(Tool):
+    """Takes from a shelf."""
+    async def start(self, task):
+        self.shelf = task.metadata["shelf"]
+    def __call__(self, thing: str) -> int:
+        return self.shelf[thing].pop()
 '''
 
 
@@ -221,6 +229,15 @@ async def test_copies_share_no_state(own: str) -> None:
     assert [observed(await one.step(count))[0][1] for _ in range(3)] == ["10", "11", "12"]
     assert observed(await two.step(count)) == [("Counter", "10")]
     assert observed(await (await opened(shared)).step(count)) == [("Counter", "10")]
+
+
+async def test_a_tool_may_take_things_out_of_the_metadata(own: str) -> None:
+    shared, take = ToolUse(tools=[f"{own}:Shelf"]), calls(("Shelf", {"thing": "bolts"}))
+    task = dataclasses.replace(TASK, metadata={"shelf": {"bolts": [3, 4]}})
+    for _ in range(2):
+        async with shared.conversation(task) as (playing, _):
+            assert [observed(await playing.step(take)) for _ in range(2)] == [[("Shelf", "4")], [("Shelf", "3")]]
+    assert task.metadata == {"shelf": {"bolts": [3, 4]}}
 
 
 async def test_a_restarted_copy_begins_anew(own: str) -> None:

@@ -220,6 +220,16 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         ),
         "give a TaskStream, such as IndexedStream",
     ),
+    "held-out tasks that are not given": (
+        TASK,
+        of_class(
+            "TaskSource",
+            "    def stream(self, split, seed, repeat=True):  # here\n"
+            "        task = Task('a', (Message('user', '1 + 1'),), '2')\n"
+            "        return IndexedStream(1, lambda i: task, seed, repeat) if split.value == 'train' else None\n",
+        ),
+        "for Split.eval too give a TaskStream, such as IndexedStream",
+    ),
     "a grader of demonstrations that divides by zero": (
         REWARD,
         of_class(

@@ -56,7 +56,8 @@ class TrainerSettings(Updates, steps=">= 0", epochs=">= 0", total_turns=">= 0", 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
-            raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
+            cure = "set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0; the warm start alone is `mtgrpo sft`"
+            raise ConfigError(f"the run never ends: {cure}")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from mtgrpo.errors import ConfigError, TaskError, require
 from mtgrpo.parts import Part, Pattern
@@ -47,6 +47,17 @@ def seed_of(task: Task) -> int:
     if not isinstance(seed, int):
         raise TaskError(f"task {task.id} has no seed for a game, got {seed!r}: use task=game")
     return seed
+
+
+def copied(task: Task) -> Task:
+    """The same task with lists and dictionaries of its own in `metadata`: somebody's tool or reward may change them."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: own(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return list(map(own, cast("list[Any]", value))) if isinstance(value, list) else value
+
+    return replace(task, metadata=own(dict(task.metadata)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class Environment(Part, ABC, max_turns=">= 1", max_tool_tokens=">= 1", end_at_co
         own = copy.copy(self)
         cancelled: asyncio.CancelledError | None = None
         try:
-            opening: Any = await awaited(own.start, task)
+            opening: Any = await awaited(own.start, copied(task))
             if not isinstance(opening, Opening):
                 raise misgiven(own.start, opening, "give an Opening")
             yield own, opening
@@ -127,7 +138,7 @@ class Environment(Part, ABC, max_turns=">= 1", max_tool_tokens=">= 1", end_at_co
 
     @abstractmethod
     async def start(self, task: Task) -> Opening:
-        """Begin `task`. Called once, on the copy made for this rollout."""
+        """Begin `task`, of which it may change the metadata. Called once, on the copy made for this rollout."""
 
     async def stop(self) -> None:
         """End the conversation and give back what it used, such as processes.

@@ -13,7 +13,7 @@ from typing import Any, cast
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
 from mtgrpo.condensers.none import Whole
-from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments import Environment, Opening, Reply, copied
 from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, PolicyError
 from mtgrpo.parts.extension import awaited, misgiven, place
 from mtgrpo.runtime.text import head_and_tail
@@ -75,7 +75,7 @@ async def run_rollout(
     not an outcome of the policy. Raises ConfigError for a condenser whose budget does not hold the opening, or that
     gives other messages than it may, and TemplateRefusalError.
     """
-    trajectory = Trajectory(task)
+    trajectory = Trajectory(copied(task))  # a reward may change what it finds, as tools may
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
     async with environment.conversation(task) as (running, opening):
         if tuple(opening.messages) != task.messages:

@@ -17,7 +17,7 @@ from mtgrpo.agents.none import NoAgent
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.endpoint.session import AgentSession, OpenChain
-from mtgrpo.environments import STOP_S, Environment
+from mtgrpo.environments import STOP_S, Environment, copied
 from mtgrpo.errors import POLICY_ERROR, ConfigError, PolicyError, TaskError
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
 from mtgrpo.rewards import Reward, Score, checked, scores, spent_s
@@ -153,12 +153,12 @@ async def _run_agent(
     policy. Raises TimeoutError after `agent.timeout_s`, and RuntimeError where nothing was asked.
     """
     limits = dataclasses.replace(limits, requests=agent.max_requests)
-    session = AgentSession(task, chat, sampling, limits, open_chain, agent.pin_system, agent.strict)
+    session = AgentSession(copied(task), chat, sampling, limits, open_chain, agent.pin_system, agent.strict)
     late = TimeoutError(f"the agent took longer than agent.timeout_s={agent.timeout_s}")
     began, cut = time.perf_counter(), ""
     async with agent.endpoint.conversation(session, agent.posts_rewards) as address:
         try:
-            outcome = await run_isolated(lambda: agent.run(task, address), agent.timeout_s or None, late)
+            outcome = await run_isolated(lambda: agent.run(copied(task), address), agent.timeout_s or None, late)
         except ConfigError:
             raise
         except Exception as error:

@@ -204,10 +204,7 @@ def _unlooped(work: Coroutine[Any, Any, T]) -> T:
 
 def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
     """The training tasks and the held-out ones. Raises ConfigError."""
-    tasks = experiment.task.stream(Split.train, experiment.seed)
-    if not isinstance(tasks, TaskStream):  # pyright: ignore[reportUnnecessaryIsInstance]
-        how = "give a TaskStream, such as IndexedStream(len(tasks), tasks.__getitem__, seed, repeat)"
-        raise misgiven(experiment.task.stream, tasks, how)
+    tasks = _stream(experiment.task, Split.train, experiment.seed)
     if experiment.trainer.epochs and tasks.endless:
         raise ConfigError(
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
@@ -236,10 +233,19 @@ def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
 
 def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:
     """Those of `source` that an evaluation plays. Raises ConfigError."""
-    found = list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
+    found = list(itertools.islice(_stream(source, Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
     if not found:
         raise ConfigError(f"task {type(source).__name__} gives no held-out tasks: its stream of Split.eval is empty")
     return found
+
+
+def _stream(source: TaskSource, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    """The stream of `source`. Raises MisgivenError where that is none."""
+    stream = source.stream(split, seed, repeat)
+    if not isinstance(stream, TaskStream):  # pyright: ignore[reportUnnecessaryIsInstance]
+        how = "give a TaskStream, such as IndexedStream(len(tasks), tasks.__getitem__, seed, repeat)"
+        raise misgiven(source.stream, stream, f"for Split.{split.value} too {how}")
+    return stream
 
 
 def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:

@@ -10,7 +10,7 @@ from time import monotonic
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, When
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.environments import Environment, Opening
+from mtgrpo.environments import Environment, Opening, copied
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, TaskError, meant
@@ -228,7 +228,7 @@ def a_conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
             turns.append(Turn.of(Completion([0], [0.0], [0], Finish.STOP), message, [0], parent=len(turns) - 1))
         elif turns:
             turns[-1].observations = (*turns[-1].observations, message)
-    return Trajectory(task, turns=turns)
+    return Trajectory(copied(task), turns=turns)
 
 
 def begins(environment: Environment, opened: bool = False) -> bool:

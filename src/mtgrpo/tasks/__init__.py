@@ -224,7 +224,9 @@ class TaskSource(Part, ABC):
         system = _text_of(self.system_prompt, "task.system_prompt")
         template = _text_of(self.prompt_template, "task.prompt_template") or "{prompt}"
         if "{prompt}" not in template:
-            raise ConfigError(f"task.prompt_template={template[:200]!r} must have {{prompt}} in it, for the task's")
+            raise ConfigError(
+                f"task.prompt_template={template[:200]!r} must have {{prompt}} where the task's own prompt goes"
+            )
         return system, template
 
     @functools.cached_property
