@@ -23,7 +23,7 @@ TASK = Task("task/1", (Message("system", "Use tools."), Message("user", "What is
 OWN_TOOLS = '''
 import asyncio
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mtgrpo.tools import Tool, ToolError
 
 together = asyncio.Event()
@@ -91,6 +91,23 @@ class Shelf(Tool):
         self.shelf = task.metadata["shelf"]
     def __call__(self, thing: str) -> int:
         return self.shelf[thing].pop()
+
+@dataclass
+class Basket(Tool):
+    """Keeps things."""
+    things: list = field(default_factory=list)
+    prices: dict = field(default_factory=lambda: {"nut": 1})
+    def __call__(self, thing: str) -> int:
+        if thing in self.prices:
+            self.prices[thing] += 1
+        else:
+            self.things.append(thing)
+        return len(self.things)
+
+class Own(Basket):
+    """Keeps things of its own."""
+    async def start(self, task):
+        self.things, self.prices = [], {}
 '''
 
 
@@ -238,6 +255,22 @@ async def test_a_tool_may_take_things_out_of_the_metadata(own: str) -> None:
         async with shared.conversation(task) as (playing, _):
             assert [observed(await playing.step(take)) for _ in range(2)] == [[("Shelf", "4")], [("Shelf", "3")]]
     assert task.metadata == {"shelf": {"bolts": [3, 4]}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "thing", "changed"), [("Basket", "bolt", "`things`"), ("Basket", "nut", "`prices`"), ("Own", "bolt", "")]
+)
+async def test_what_a_tool_changes_for_other_conversations_is_told_once(
+    tool: str, thing: str, changed: str, own: str, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    async with ToolUse(tools=[f"{own}:{tool}"]).open(RunContext(tmp_path, notes.append, {})) as environment:
+        for _ in range(2):
+            async with environment.conversation(TASK) as (playing, _):
+                await playing.step(calls((tool, {"thing": thing})))
+    assert [note.partition(", which all conversations share")[0] for note in notes] == (
+        [f"the tool {tool} changed {changed}"] if changed else []
+    )
 
 
 async def test_a_restarted_copy_begins_anew(own: str) -> None:

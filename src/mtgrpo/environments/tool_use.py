@@ -19,6 +19,8 @@ from mtgrpo.tools.calls import CallLimits, Gate, call_tool, next_call, readable
 from mtgrpo.tools.schema import ArgumentCheck
 from mtgrpo.types import CallOutcome, CallRecord, Message, Task, ToolCall, ToolSpec
 
+_LOOKED_AT = 1000  # the most items of what tools share that is looked at after each conversation
+
 
 class OnOutage(Enum):
     """What becomes of a conversation whose tool stays out of order."""
@@ -38,6 +40,16 @@ class _Offer(NamedTuple):
     spec: ToolSpec
     check: ArgumentCheck
     gate: Gate
+
+
+def _contents(tool: Tool) -> dict[str, tuple[int, ...]]:
+    """Which objects lie in each list, set and dictionary that `tool` has, and that its copies share."""
+    held: dict[str, Any] = {name: value for name, value in vars(tool).items() if isinstance(value, (list, set, dict))}
+    return {
+        name: tuple(map(id, value.values() if isinstance(value, dict) else value))
+        for name, value in held.items()
+        if len(value) <= _LOOKED_AT
+    }
 
 
 @dataclass
@@ -68,6 +80,7 @@ class ToolUse(CallLimits, Environment):
         """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
         self._loaded = loaded
         self._failed = set[str]()  # tools whose first failure has been told
+        self._shared = {name: _contents(tool) for name, tool in loaded.items() if not extension.is_ours(tool)}
         self._tools: dict[str, Tool] = {}  # of a conversation
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():
@@ -133,6 +146,18 @@ class ToolUse(CallLimits, Environment):
         async with AsyncExitStack() as stack:
             for tool in self._tools.values():
                 stack.push_async_callback(extension.awaited, tool.stop)
+        self._tell_shared()
+
+    def _tell_shared(self) -> None:
+        """Say, once of each, which of somebody's own tools this conversation has changed for the others too."""
+        for name, before in list(self._shared.items()):
+            now = _contents(self._loaded[name])
+            if changed := [f"`{field}`" for field, held in now.items() if held != before.get(field, held)]:
+                del self._shared[name]
+                self._note(
+                    f"the tool {name} changed {', '.join(changed)}, which all conversations share: right for a cache, "
+                    "but what belongs to one conversation is made in `async def start(self, task)`"
+                )
 
     async def step(self, message: Message) -> Reply:
         if not message.error and not message.tool_calls:

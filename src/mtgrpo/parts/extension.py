@@ -248,6 +248,12 @@ def explained(error: BaseException) -> str:
     return said if where in said else said + where
 
 
+def is_ours(part: object) -> bool:
+    """Whether its class is none of the user's own code."""
+    module = type(part).__module__
+    return module.startswith("mtgrpo.") and not module.startswith(f"{__name__}.")
+
+
 def of_own_code(error: BaseException) -> bool:
     """Whether it came from a user's own file, or is about what such a file gave."""
     return isinstance(error, MisgivenError) or bool(_way(error))

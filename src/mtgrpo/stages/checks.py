@@ -23,14 +23,13 @@ from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.parallel.launch import read_launch
 from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import built, named
-from mtgrpo.parts.extension import digests, find_class, misgiven
+from mtgrpo.parts.extension import digests, find_class, is_ours, misgiven
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.demonstrated import try_demonstrations
 from mtgrpo.stages.resume import changed_files
 from mtgrpo.stages.trial import (
-    is_ours,
     made_anew,
     trained_too,
     try_condenser,

@@ -12,6 +12,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments.tool_use import OutageError, ToolUse
 from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts import extension
+from mtgrpo.parts.extension import is_ours
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls, written
@@ -23,7 +24,6 @@ from mtgrpo.stages.trial import (
     all_ours,
     begins,
     grade,
-    is_ours,
     left_to_the_run,
 )
 from mtgrpo.tasks import Split, TaskSource, demonstration

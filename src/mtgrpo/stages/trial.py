@@ -15,6 +15,7 @@ from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, TaskError, meant
 from mtgrpo.parts import extension
+from mtgrpo.parts.extension import is_ours
 from mtgrpo.rewards import Reward, scores
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.rollout.demonstrations import Scripted, unrefused, written
@@ -239,9 +240,3 @@ def begins(environment: Environment, opened: bool = False) -> bool:
 def all_ours(reward: Reward) -> bool:
     """Whether neither it nor a part of it is the user's own code."""
     return is_ours(reward) and all(map(all_ours, reward.parts))
-
-
-def is_ours(part: object) -> bool:
-    """Whether its class is none of the user's own code."""
-    module = type(part).__module__
-    return module.startswith("mtgrpo.") and not module.startswith(f"{extension.__name__}.")
