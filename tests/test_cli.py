@@ -637,6 +637,8 @@ def test_a_reward_of_ones_own_is_said_to_be_untried_where_only_a_run_can_try_it(
     Path("own.py").write_text(away)
     code, out, _ = run("train", "reward=own.py:Paid", "--dry-run")
     assert code == 0 and "nothing was run, nor your own reward tried; a run" in out
+    words = ("model.name=tiny-calculator", "model.lora.rank=4", "model.lora.targets=[qproj]", "--dry-run")
+    assert "nothing was run, nor model.lora.targets compared with the model's layers; a run" in run("train", *words)[1]
 
 
 @pytest.mark.parametrize(

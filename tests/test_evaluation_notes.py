@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import EM
@@ -64,3 +66,17 @@ def test_what_is_cut_is_told_where_nothing_succeeds() -> None:
     assert notes(EM(), cut, right) == [] and notes(EM(), cut, *[said("62")] * 9) == []
     cut.reason = "max_turns"
     assert "1 of 1 conversations are cut: set environment.max_turns higher, or" in notes(EM(), cut)[0]
+
+
+def test_contexts_that_hold_no_step_are_told_in_the_place_of_limits() -> None:
+    cut = said("6")
+    cut.status, cut.reason, cut.condensed, cut.tokens_before = Status.TRUNCATED, "max_turns", 2, 250
+    cut.turns += [dataclasses.replace(cut.turns[0], new_context=[1, 5]), dataclasses.replace(cut.turns[0])]
+    (note,) = notes(EM(), cut)
+    assert note == (
+        "evaluation: in 1 of 1 conversations the condenser left nothing but system prompt and task, of contexts of 125 "
+        "tokens: set environment.max_context_length, condenser.max_condensed_tokens or condenser.keep_last_n_steps "
+        "higher"
+    )
+    cut.turns[-1].new_context = [1, 6]
+    assert "conversations are cut" in notes(EM(), cut)[0]

@@ -354,6 +354,24 @@ def test_a_program_says_where_tools_go_that_need_more_than_a_function(
     assert "its tools.py answers no call yet: write what `use` gives\n" in capsys.readouterr().out
 
 
+def test_what_is_exported_says_that_it_does_without_the_condenser(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**STATE["settings"], "condenser": "keep_last"}
+    path, _ = saved(tmp_path, state={**STATE, "settings": settings})
+    keep_conversations(tmp_path)
+    out = exported(path, "hf", tmp_path / "out")
+    assert "chat.py and servers do without its condenser, keep_last: " in capsys.readouterr().out
+    assert "(condenser=keep_last)" in (out / "README.md").read_text()
+    assert (
+        '"""python chat.py' in (said := (out / "chat.py").read_text()) and "but for its condenser, keep_last." in said
+    )
+    path, _ = saved(tmp_path / "other")
+    keep_conversations(tmp_path / "other")
+    out = exported(path, "hf", tmp_path / "other/out")
+    assert "condens" not in (out / "README.md").read_text() + (out / "chat.py").read_text() + capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

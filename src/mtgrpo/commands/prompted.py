@@ -117,6 +117,7 @@ def write_prompted(
     environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
     options, files = _callable_alone(found.own, settings, names) if chat.format else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
+    condenser = Path(settings.get("condenser", "none")).name.removeprefix("none")
     facts = {
         "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
         "options": options,
@@ -126,6 +127,7 @@ def write_prompted(
         "parser": _PARSERS[chat.format.name] if chat.format else "",
         "task": _of_task(settings.get("task", "")),
         "words": shlex.join(found.words),
+        "condenser": condenser,
         "rate": f"{float(settings.get('optimizer.lr') or 1e-5) / 10:g}",
         "opening": found.opening,
     }
@@ -148,7 +150,11 @@ def write_prompted(
     own = any(".py:" in one for one in told)
     several = own and not any(f".py:{name}" in one for one in told for name in names)
     left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _SEVERAL if several else _NOT_FOUND * own
-    return use, "" if options or not names else f"its tools.py answers no call yet: write what `use` gives{left}"
+    notes = [f"chat.py and servers do without its condenser, {condenser}: long conversations end worse"] * bool(
+        condenser
+    )
+    notes += [f"its tools.py answers no call yet: write what `use` gives{left}"] * (not options and bool(names))
+    return use, "\n".join(notes)
 
 
 def _of_task(name: str) -> str:

@@ -82,6 +82,8 @@ def described(command: str, composed: Configured, folder: Path | None) -> str:
     found = begun_from(composed.experiment, folder, verify=False) if command in ("train", "sft") else None
     plan = _planned(command, composed.experiment, found.state if found else {})
     own = untried(composed.experiment, command in ("train", "sft"))
+    if composed.experiment.model.lora.targets:
+        own += ", nor model.lora.targets compared with the model's layers"
     notes = composed.experiment.notes if command == "train" else []
     noted = " that stops a run (see the notes above)" * composed.noted
     lines = [f"no fault found{noted}, and nothing was run{own}; a run would be {plan}", *notes, choices]

@@ -123,7 +123,7 @@ def _no_room(experiment: Experiment, lengths: Sequence[int]) -> list[str]:
         return []
     return [
         f"the first {len(lengths)} demonstrations have {min(lengths)} tokens or more, of which none is learned "
-        f"from: raise batch.token_budget or environment.max_context_length above {room}"
+        f"from: raise batch.token_budget or environment.max_context_length from {room} to {max(lengths)} or more"
     ]
 
 

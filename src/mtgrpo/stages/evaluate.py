@@ -28,7 +28,7 @@ from mtgrpo.stages.metrics import describe, describe_failures, share_that_varies
 from mtgrpo.stages.resume import differences, settings_of
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
-from mtgrpo.types import COLLECTING, EVALUATION, Group, Status, Task
+from mtgrpo.types import COLLECTING, EVALUATION, Group, Status, Task, Trajectory
 
 _MOST_FAILED = 20  # tasks in a row
 _NOTABLE = 0.1  # the share of conversations that limits cut
@@ -179,6 +179,13 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
             f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
             f"{reward.success_at:g}"
         )
+    emptied = [t for t in valid if _saw_task_alone(t)]
+    if len(emptied) > _NOTABLE * len(valid):
+        tokens = sum(t.tokens_before for t in emptied) / sum(t.condensed for t in emptied)
+        higher = "environment.max_context_length, condenser.max_condensed_tokens or condenser.keep_last_n_steps"
+        told = f"in {len(emptied)} of {len(valid)} conversations the condenser left nothing but system prompt and task"
+        notes.append(f"{told}, of contexts of {tokens:.0f} tokens: set {higher} higher")
+        valid = []  # whose limits are no cure
     cut = Counter(t.reason for t in valid if t.status is Status.TRUNCATED)
     cut -= Counter({POLICY_ERROR: len(valid), REFUSED: len(valid)})  # which are no limits
     if cut.total() > _NOTABLE * len(valid) and not any(t.succeeded(reward.success_at) for t in valid):
@@ -187,6 +194,12 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
         told = f"{cut.total()} of {len(valid)} conversations are cut: {higher}"
         notes.append(f"no success: {told}, choose another start (sft.steps, model.name)")
     return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
+
+
+def _saw_task_alone(trajectory: Trajectory) -> bool:
+    """Whether a condensed context was that of the first turn again, so that the model knew nothing of its steps."""
+    turns = trajectory.turns
+    return trajectory.condensed > 0 and any(t.parent < 0 and t.new_context == turns[0].new_context for t in turns[1:])
 
 
 def _named(name: str, metrics: Metrics) -> Metrics:
