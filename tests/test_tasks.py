@@ -245,7 +245,7 @@ def test_prompts_come_from_texts_and_files(tmp_path: Path) -> None:
     assert task.messages[0] == Message("system", "Be brief.") and task.messages[1].content == WORKED[0]["content"]
     assert task.messages[-1] == Message("user", "Q: 1 + {prompt}?\nA:")
     for settings, said in (
-        ({"prompt_template": "Q: PROMPT"}, r"task\.prompt_template='Q: PROMPT' must have \{prompt\} in it"),
+        ({"prompt_template": "Q: PROMPT"}, r"task\.prompt_template='Q: PROMPT' must have \{prompt\} where"),
         ({"system_prompt": "file:no.txt"}, r"task\.system_prompt=file:no\.txt: it cannot be read"),
     ):
         with pytest.raises(ConfigError, match=said):
