@@ -117,7 +117,7 @@ def write_prompted(
     environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
     options, files = _callable_alone(found.own, settings, names) if chat.format else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
-    condenser = Path(settings.get("condenser", "none")).name.removeprefix("none")
+    condenser = "" if (chosen := settings.get("condenser", "none")) == "none" else Path(chosen).name
     facts = {
         "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
         "options": options,
@@ -150,11 +150,11 @@ def write_prompted(
     own = any(".py:" in one for one in told)
     several = own and not any(f".py:{name}" in one for one in told for name in names)
     left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _SEVERAL if several else _NOT_FOUND * own
-    notes = [f"chat.py and servers do without its condenser, {condenser}: long conversations end worse"] * bool(
-        condenser
-    )
-    notes += [f"its tools.py answers no call yet: write what `use` gives{left}"] * (not options and bool(names))
-    return use, "\n".join(notes)
+    notes = [
+        f"chat.py and servers do without its condenser, {condenser}: long conversations end worse" if condenser else "",
+        f"its tools.py answers no call yet: write what `use` gives{left}" if names and not options else "",
+    ]
+    return use, "\n".join(filter(None, notes))
 
 
 def _of_task(name: str) -> str:

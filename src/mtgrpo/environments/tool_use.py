@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
@@ -44,11 +44,11 @@ class _Offer(NamedTuple):
 
 def _contents(tool: Tool) -> dict[str, tuple[int, ...]]:
     """Which objects lie in each list, set and dictionary that `tool` has, and that its copies share."""
-    held: dict[str, Any] = {name: value for name, value in vars(tool).items() if isinstance(value, (list, set, dict))}
+    held: dict[str, Any] = dict(vars(tool))  # a copy, and each `tuple` in one go: calls in threads may add to them
     return {
         name: tuple(map(id, value.values() if isinstance(value, dict) else value))
         for name, value in held.items()
-        if len(value) <= _LOOKED_AT
+        if isinstance(value, (list, set, dict)) and len(cast("list[Any]", value)) <= _LOOKED_AT
     }
 
 
