@@ -112,6 +112,11 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         environment(step="    async def step(self, message):\n        return Reply(Message('user', 'well'))  # here\n"),
         "messages must be a tuple such as (Message('user', 'text'),)",
     ),
+    "an environment that pays in words": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):  # here\n        return Reply(done=True, reward='1')\n"),
+        "give a Reply with a finite reward",
+    ),
     "an environment that fails": (
         ENVIRONMENT,
         environment(step="    async def step(self, message):\n        return {}[message.content]  # here\n"),

@@ -756,3 +756,24 @@ def test_a_resume_that_is_refused_is_not_told_to_be_tried_again(tmp_path: Path) 
     with pytest.raises(ConfigError, match="the data had endless problems when the state was saved and has "):
         ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "task=wiki_years")
     assert "To go on" not in (tmp_path / "notes.txt").read_text()
+
+
+def test_a_warm_start_does_not_go_on_with_other_demonstrations(tmp_path: Path) -> None:
+    for name, count in (("some", 4), ("more", 5)):
+        said = (
+            {"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": f"#### {n}"}]}
+            for n in range(count)
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    words = [f"sft.demonstrations={tmp_path}/some.jsonl", "sft.steps=2", "trainer.steps=1"]
+    asyncio.run(run_sft(compose(parse([*SMALL, *words])).experiment, tmp_path / "run"))
+
+    def checked(*others: str) -> list[str]:
+        resume = f"resume={tmp_path}/run/checkpoints/step_000002"
+        return check(compose(parse([*SMALL, *words, *others, resume])).experiment)
+
+    more = f"sft.demonstrations={tmp_path}/more.jsonl"
+    with pytest.raises(ConfigError, match=r"had 4 rows .* 5 rows now.*: sft\.steps=2 leaves it at that"):
+        checked(more, "sft.steps=3")
+    checked(more)
+    checked("sft.steps=3")

@@ -281,7 +281,8 @@ def test_no_tools_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("calculator", "tools must be a list of names"),
+        ("calculator", "tools must be a list of names: 'environment.tools=[calculator]'"),
+        ("{w.py:weigh: {unit: g}}", "tools must be a list of names, or a mapping such as {calculator: "),
         ([{"calculator": {}}], "tools: {'calculator': {}} is no name"),
         (["abacus"], "there is no tool named 'abacus'; known: calculator"),
         (["calculator", "calculator"], "two are named 'calculator'"),

@@ -517,7 +517,7 @@ def test_a_run_with_nothing_to_learn_from_foresees_it_and_ends(tmp_path: Path) -
     words = ("sft.steps=0", "trainer.steps=4")  # an untrained model solves nothing
     ran(tmp_path / "a", *words, "trainer.idle_steps=3")
     notes = (tmp_path / "a" / "notes.txt").read_text()
-    assert notes.index("hardly any group will have rewards that differ") < notes.index("stopped after step 3")
+    assert notes.index("less than one group a step will have rewards that differ") < notes.index("stopped after step 3")
     assert "stopped after step 3: trainer.idle_steps=3: there was nothing to learn from" in notes
     assert summary(tmp_path / "a")["train/steps"] == 3 and "eval/success/after" in summary(tmp_path / "a")
     ran(tmp_path / "b", *words, "trainer.idle_steps=0")

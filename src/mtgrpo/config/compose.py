@@ -68,6 +68,9 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
             why = "; quote a value with special characters twice: key=\"'a, b'\"" if "=" in argument else ""
             if argument.count("[") > argument.count("]"):
                 why = "; a list is one word: 'key=[a,b]', without spaces"
+            elif re.search(r"\.py:\w+\s*:", argument):
+                escaped = argument.replace(".py:", ".py\\:")
+                why = f"; within braces the colon of FILE.py:NAME takes a backslash: '{escaped}'"
             elif any(word.startswith("=") for word in arguments):
                 why = "; no spaces stand around the ="
             raise ConfigError(

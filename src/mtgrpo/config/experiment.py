@@ -229,7 +229,7 @@ class Experiment:
         notes = [self.advantage.note(self.algorithm), self.reward.note(self.algorithm.scales_by_std)]
         if 0 < self.sft.steps <= (steps := self.sft.optimizer.warmup_steps):
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
-        if self.sft.demonstrations and not self.sft.steps:
+        if self.sft.demonstrations and not self.sft.steps and not Path(self.model.name).is_dir():
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
         return [note for note in notes if note]
 

@@ -97,7 +97,7 @@ def named(options: Any, what: str, example: str) -> dict[str, dict[str, Any]]:
 
     what, example: of a mapping that is right; for messages. Raises ConfigError for anything else.
     """
-    if isinstance(options, str) and options:
+    if isinstance(options, str) and options and not set(options) & set("{}'\""):
         raise ConfigError(f"{what} must be a list of names: '{what}=[{options}]'")
     if not isinstance(options, list | Mapping):
         raise ConfigError(f"{what} must be a list of names, or a mapping such as {{{example}}}: {options!r}")

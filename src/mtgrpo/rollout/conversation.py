@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
@@ -111,7 +111,8 @@ async def _step(environment: Environment, message: Message, trajectory: Trajecto
     began = time.perf_counter()
     reply: Any = await awaited(environment.step, message)
     trajectory.tool_s += time.perf_counter() - began
-    if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
+    paid: Any = reply.reward if isinstance(reply, Reply) else None
+    if not isinstance(paid, SupportsFloat) or not math.isfinite(paid):
         raise misgiven(environment.step, reply, "give a Reply with a finite reward")
     trajectory.calls = (*trajectory.calls, *reply.calls)
     most = environment.max_tool_tokens * CHARS_PER_TOKEN

@@ -104,6 +104,7 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True, fol
             _unlooped(try_condenser(experiment.condenser, task, chat))
         if trains:
             notes += _unlooped(try_demonstrations(experiment, chat))
+            _refuse_other_demonstrations(experiment, begun)
         elif (Path(experiment.model.name) / STATE).is_file():
             before = read_checkpoint(Path(experiment.model.name), verify=False).state.get("settings", {})
             notes += changed_files(before)
@@ -139,12 +140,17 @@ def refuse_other_steps(experiment: Experiment, folder: Path | None, alone: bool 
         raise ConfigError(f"{found.path.parent.parent} is the folder of {what}: this needs {cure}")
 
 
+def _imitates(experiment: Experiment, found: Checkpoint) -> bool:
+    """Whether the warm start of `found` goes on."""
+    return "stream" not in found.state and 0 < found.state.get("sft", {"step": 0})["step"] < experiment.sft.steps
+
+
 def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
     """Raise ConfigError where what the optimiser keeps is of other weights, or of another kind."""
     learns, model = "stream" in found.state, experiment.model
     if learns and experiment.kl.coef and not found.has_reference:
         raise ConfigError(NO_REFERENCE)
-    if not learns and not 0 < found.state.get("sft", {"step": 0})["step"] < experiment.sft.steps:
+    if not learns and not _imitates(experiment, found):
         return  # reinforcement learning begins, with an optimiser of its own
     option, kind = ("optimizer", experiment.optimizer) if learns else ("sft.optimizer", experiment.sft.optimizer)
     option, kind = f"{option}.kind", kind.kind.value
@@ -157,6 +163,22 @@ def _refuse_other_training(experiment: Experiment, found: Checkpoint) -> None:
         other = f"model.value_head was {str(not model.value_head).lower()}"
     if other:
         raise ConfigError(f"{found.path}: {other}; leave it so, or begin anew with model.name={found.path} sft.steps=0")
+
+
+def _refuse_other_demonstrations(experiment: Experiment, begun: Checkpoint | None) -> None:
+    """Raise ConfigError where the warm start of `begun` goes on with others than it had."""
+    if not (begun and _imitates(experiment, begun)):
+        return
+    found = begun.state["sft"]
+    named = begun.state.get("settings", {}).get("sft.demonstrations")
+    try:
+        experiment.demonstrated.stream(Split.train, experiment.seed).load_state_dict(found["tasks"])
+    except ConfigError as error:
+        began = f" began with sft.demonstrations={named}" if named else " has not ended"
+        raise ConfigError(
+            f"{error}; its warm start{began}: sft.steps={found['step']} leaves it at that, and model.name={begun.path} "
+            "begins another from its weights"
+        ) from error
 
 
 def _refuse_other_data(source: TaskSource, tasks: TaskStream, begun: Checkpoint) -> None:

@@ -32,7 +32,7 @@ def in_vain(summary: Metrics) -> str:
 
 
 def foreseen(summary: Metrics, experiment: Experiment) -> str:
-    """What to say where the evaluation before training shows that hardly a group will differ; "" where one does."""
+    """What to say where the evaluation before training shows that less than one group a step will differ."""
     share = summary.get("eval/groups_with_variance/before", 1.0)
     if share * experiment.rollout.prompts_per_step >= 1:
         return ""
@@ -40,8 +40,8 @@ def foreseen(summary: Metrics, experiment: Experiment) -> str:
     if isinstance(examples, int) and experiment.task.demonstrates:
         more = f"task.examples={2 * examples or 4}, or your own messages"
     return (
-        f"hardly any group will have rewards that differ, so little will be learned: of the held-out tasks, with "
-        f"{experiment.eval.samples} samples each, {share:.1%} had; try "
+        f"less than one group a step will have rewards that differ, so little will be learned: of the held-out tasks, "
+        f"with {experiment.eval.samples} samples each, {share:.1%} had; try "
         f"{_more_variance(summary['eval/success/before'], more)}"
     )
 
