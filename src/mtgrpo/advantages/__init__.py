@@ -39,8 +39,8 @@ class AdvantageEstimator(Bounded, ABC):
         algorithm: Algorithm = experiment.algorithm
         name = type(algorithm).__name__
         if algorithm.has_critic and not self.uses_critic:
-            head = "" if experiment.model.value_head else " model.value_head=true"
-            raise ConfigError(f"algorithm {name} has a critic, which only advantage=gae uses: set advantage=gae{head}")
+            cure = "set advantage=gae with model.value_head=true"
+            raise ConfigError(f"algorithm {name} has a critic, which only advantage=gae uses: {cure}")
         if self.differs_by_turn and algorithm.constant_advantage:
             raise ConfigError(
                 f"algorithm {name} takes a geometric mean over the trajectory, which needs one advantage for all of "
