@@ -259,7 +259,16 @@ BROKEN: dict[str, tuple[str, str, str]] = {
             "    def specs(self):  # here\n        return [{'name': 'get'}]\n\n"
             "    async def call(self, name, arguments):\n        return ''\n",
         ),
-        "give each as ToolSpec(name, description, parameters)",
+        "give a list of ToolSpec(name, description, parameters)",
+    ),
+    "a tool whose specs are one": (
+        "sft.steps=0 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    def specs(self):  # here\n        return {'name': 'get'}\n\n"
+            "    async def call(self, name, arguments):\n        return ''\n",
+        ),
+        "give a list of ToolSpec(name, description, parameters)",
     ),
     "a tool whose stop is not async": (
         "sft.steps=0 environment.tools=[own.py:Own]",

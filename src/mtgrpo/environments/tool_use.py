@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -84,10 +84,11 @@ class ToolUse(CallLimits, Environment):
         self._tools: dict[str, Tool] = {}  # of a conversation
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():
-            for spec in tool.specs():
-                if not isinstance(spec, ToolSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    expected = "give each as ToolSpec(name, description, parameters)"
-                    raise ConfigError(str(extension.misgiven(tool.specs, spec, expected)))
+            given: Any = tool.specs()
+            if not (isinstance(given, list | tuple) and all(isinstance(spec, ToolSpec) for spec in cast("Any", given))):
+                expected = "give a list of ToolSpec(name, description, parameters)"
+                raise ConfigError(str(extension.misgiven(tool.specs, given, expected)))
+            for spec in cast("Sequence[ToolSpec]", given):
                 if spec.name in self._offers:
                     raise ConfigError(f"two tools are named {spec.name!r}: the model could not tell them apart")
                 closed = type(tool).specs is Tool.specs  # made from a signature, which takes no other arguments

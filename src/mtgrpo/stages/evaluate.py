@@ -157,7 +157,8 @@ async def _groups(
     groups = await together(play(runner.again(task, played), task, samples) for task in tasks)
     if not any(group.valid for group in groups):
         reason = groups[0].trajectories[0].reason
-        raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
+        part = "greedy conversation" if scope == "greedy" else "conversation"
+        raise AllFailedError(f"every {part} of the evaluation failed, the first because of {reason}")
     return groups
 
 
