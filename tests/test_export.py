@@ -326,7 +326,8 @@ def test_a_received_checkpoint_reaches_no_file(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], "recipe": "jsonl"}})
+    settings = {**STATE["settings"], "recipe": "jsonl", "reward": "[numeric, /a/my köln/till.py:Right, b/own.py:R]"}
+    path, _ = saved(tmp_path, state={**STATE, "settings": settings})
     keep_conversations(tmp_path)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / "metrics.jsonl").touch()
@@ -334,6 +335,7 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     left_out = ["model.name=tiny", "sft.steps=50", "log=[jsonl]", "+hydra.x=1", "resume=true"]
     (tmp_path / ".hydra/overrides.yaml").write_text(json.dumps([*left_out[:2], *kept, *left_out[2:]]))
     card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+    assert "| `reward` | `[numeric, till.py:Right, own.py:R]` |" in card
     lines = [shlex.split(line) for line in card.splitlines() if line.startswith("    mtgrpo ")]
     assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", "recipe=jsonl", *kept]
     told = ["model.name=FOLDER", "sft.steps=0", "recipe=jsonl", *kept, "optimizer.lr=1e-06"]

@@ -544,3 +544,24 @@ def test_an_answer_that_needs_no_model_imports_no_library_of_models(words: list[
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode in (0, 2)
     assert "Error" not in process.stderr
+
+
+@pytest.mark.parametrize("value", ["läufe/b", "läufe/b c", "~/läufe", "läufe/x=1", "Où es-tu ?", "日本"])
+def test_letters_beyond_ascii_need_no_quotes(value: str) -> None:
+    (typed,), (by_hand,) = parse([f"hydra.run.dir={value}"]), parse([f"hydra.run.dir='{value}'"])
+    assert typed.value() == value and typed.input_line == by_hand.input_line
+
+
+def test_a_model_from_scratch_wants_its_own_learning_rate(place: Path) -> None:
+    said = "model.name=tiny starts from scratch, and {}optimizer.lr=1e-06 hardly moves it"
+    for content, steps, name in (
+        ("task: calculator", 200, "sft."),
+        ("task: calculator", 0, ""),
+        ("defaults: [from_scratch]\nmodel: {name: tiny-2m}", 200, None),
+        ("defaults: [from_scratch]", 200, None),
+        ("model: {name: other/model}", 200, None),
+    ):
+        Path("own.yaml").write_text(content)
+        notes = compose(parse(["recipe=own.yaml", f"sft.steps={steps}"])).experiment.notes
+        assert sum("starts from scratch" in note for note in notes) == (name is not None), content
+        assert name is None or any(note.startswith(said.format(name)) for note in notes)

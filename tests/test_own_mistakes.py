@@ -122,6 +122,28 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         environment(step="    async def step(self, message):\n        return {}[message.content]  # here\n"),
         "KeyError",
     ),
+    "an environment that exits": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):\n        raise SystemExit('no key')  # here\n"),
+        "SystemExit: no key",
+    ),
+    "a tool that exits where it starts": (
+        "sft.steps=0 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    async def start(self, task):\n        raise SystemExit  # here\n\n"
+            '    def __call__(self) -> str:\n        """What there is."""\n        return ""\n',
+        ),
+        "SystemExit (",
+    ),
+    "a task that exits": (
+        TASK,
+        of_class(
+            "TaskSource",
+            STEP + "raise SystemExit('no key')  # here\n",
+        ),
+        "SystemExit: no key",
+    ),
     "a reward that fails": (
         REWARD,
         of_class("Reward", "    def reward(self, trajectory):\n        return 1 / 0  # here\n"),

@@ -27,6 +27,7 @@ from mtgrpo.config.compose import Configured, ExperimentLoader, composed_from
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
+from mtgrpo.config.recipe import quoted
 from mtgrpo.config.run_record import MEASURED, claimed, found_in
 from mtgrpo.config.sweep import combinations, corners, describe_space, read_space
 from mtgrpo.config.trust import sign
@@ -104,7 +105,7 @@ def complete(command: str, words: list[str]) -> None:
 def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, and as `overrides` the words that are none. Raises ConfigError."""
     parser = Arguments("mtgrpo COMMAND", add_help=False)
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("overrides", nargs="*", type=quoted)
     for names, kind in FLAGS.items():
         parser.add_argument(*names.split(), **kind)
     try:
@@ -259,7 +260,7 @@ def _checked(
         try:
             refuse_other_steps(experiment, folder, command == "sft")
             notes = check(experiment, offline, command not in MEASURES, folder)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, OSError | ConfigError) or not of_own_code(error):
                 raise
             raise ConfigError(explained(error)) from error
@@ -296,8 +297,10 @@ def run_stage(command: str, experiment: Experiment, folder: Path) -> None:
         asyncio.run(_stage(command)(experiment, folder))
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = str(error)
+        if isinstance(error, SystemExit) and not of_own_code(error):
+            raise
         if not isinstance(error, RunError):
             keep_traceback(error, folder)
             said = explained(error)

@@ -126,6 +126,7 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     if "eval/greedy/after" in after:
         lines += ["", f"Of its likeliest tokens alone: {after['eval/greedy/after']:.3f}."]
     lines += ["", "| setting | value |", "| --- | --- |"]
-    shown = {key: re.sub(r"[^\s,\[]*/(?=[^/]*\.(py:|yaml))", "", settings.get(key, "")) for key in _SHOWN}  # no folders
+    folders = re.compile(r"(?!\s)[^,\[]*/(?=[^/]*\.(py:|yaml))")
+    shown = {key: folders.sub("", settings.get(key, "")) for key in _SHOWN}
     lines += [f"| `{key}` | `{value}` |" for key, value in shown.items() if value]
     return "\n".join(lines) + "\n"

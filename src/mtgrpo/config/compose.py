@@ -34,6 +34,7 @@ from mtgrpo.config.recipe import (
     absolute,
     base,
     likely,
+    quoted,
     read_primary,
     read_recipe,
     refuse_absurd,
@@ -63,7 +64,7 @@ def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[
     overrides: list[Override] = []
     for argument in arguments:
         try:
-            override = parser.parse_override(argument)
+            override = parser.parse_override(quoted(argument))
         except HydraException as error:
             why = "; quote a value with special characters twice: key=\"'a, b'\"" if "=" in argument else ""
             if argument.count("[") > argument.count("]"):

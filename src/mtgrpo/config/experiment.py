@@ -19,7 +19,7 @@ from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.errors import Bounded, ConfigError, refuse_without_effect, require
-from mtgrpo.model.settings import ModelSettings
+from mtgrpo.model.settings import FROM_SCRATCH, ModelSettings
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.cluster import Cluster
 from mtgrpo.parallel.devices import Devices
@@ -35,6 +35,7 @@ from mtgrpo.tools.calls import Faults
 from mtgrpo.types import Sampling
 
 SINKS = ("console", "jsonl")  # where nothing else is chosen
+LEAST_SCRATCH_LR = 1e-4  # a learning rate below it hardly moves weights from scratch
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
 ResumeMode = Enum("ResumeMode", {"exact": "exact", "continue": "continue"})
@@ -229,6 +230,12 @@ class Experiment:
         notes = [self.advantage.note(self.algorithm), self.reward.note(self.algorithm.scales_by_std)]
         if 0 < self.sft.steps <= (steps := self.sft.optimizer.warmup_steps):
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
+        first, name = (self.sft.optimizer, "sft.optimizer") if self.sft.steps else (self.optimizer, "optimizer")
+        if self.model.name in FROM_SCRATCH and first.lr < LEAST_SCRATCH_LR:
+            notes.append(
+                f"model.name={self.model.name} starts from scratch, and {name}.lr={first.lr:g} hardly moves it: begin "
+                "the recipe with `defaults: [from_scratch]`, or set it near 0.003"
+            )
         if self.sft.demonstrations and not self.sft.steps and not Path(self.model.name).is_dir():
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
         return [note for note in notes if note]

@@ -46,6 +46,12 @@ def likely(word: str) -> str:
     return f"checkpoint={word}" if path.is_dir() else f"task.path={word}" if path.is_file() else "seed=1"
 
 
+def quoted(word: str) -> str:
+    """An option as Hydra reads it: a value with letters beyond ASCII, as in `hydra.run.dir=läufe/b`, in quotes."""
+    key, _, value = word.partition("=")
+    return word if value.isascii() or set(value) & set("'\"[](){},\\") else f"{key}='{value}'"
+
+
 def base() -> Recipe:
     """What every run starts from; its choices name a recipe too."""
     return _read(RECIPES / "base.yaml", "base", primary=True)[0]

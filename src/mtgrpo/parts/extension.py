@@ -244,7 +244,7 @@ async def awaited(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
 def explained(error: BaseException) -> str:
     """Its type and what it says; where it came from a user's own file, also the file and line."""
     where = _way(error)
-    said = f"{type(error).__name__}: {error}"
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
     return said if where in said else said + where
 
 

@@ -1,6 +1,7 @@
 """A run is saved while it goes on, and whatever ends it: the last whole step is then on disk."""
 
 import asyncio
+import shlex
 import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -141,6 +142,6 @@ def saving(run: Run, curve: Curve) -> Generator[Saver]:
                 if saver.path and saver.path.is_relative_to(run.folder) and not refused:  # else nothing new is saved
                     interrupted = isinstance(error, asyncio.CancelledError)
                     how = "interrupted" if interrupted else f"ended by {type(error).__name__}"
-                    again = f"the same command with resume=true hydra.run.dir={run.folder}"
+                    again = f"the same command with resume=true {shlex.quote(f'hydra.run.dir={run.folder}')}"
                     run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
             raise
