@@ -773,7 +773,7 @@ def test_a_warm_start_does_not_go_on_with_other_demonstrations(tmp_path: Path) -
         return check(compose(parse([*SMALL, *words, *others, resume])).experiment)
 
     more = f"sft.demonstrations={tmp_path}/more.jsonl"
-    with pytest.raises(ConfigError, match=r"had 4 rows .* 5 rows now.*: sft\.steps=2 leaves it at that"):
+    with pytest.raises(ConfigError, match=r"had 4 rows .* 5 rows now.*: sft\.steps=2 ends it there"):
         checked(more, "sft.steps=3")
     checked(more)
     checked("sft.steps=3")

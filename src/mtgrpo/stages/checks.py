@@ -176,7 +176,7 @@ def _refuse_other_demonstrations(experiment: Experiment, begun: Checkpoint | Non
     except ConfigError as error:
         began = f" began with sft.demonstrations={named}" if named else " has not ended"
         raise ConfigError(
-            f"{error}; its warm start{began}: sft.steps={found['step']} leaves it at that, and model.name={begun.path} "
+            f"{error}; its warm start{began}: sft.steps={found['step']} ends it there, and model.name={begun.path} "
             "begins another from its weights"
         ) from error
 
