@@ -96,6 +96,7 @@ def main() -> None:
     seeds: dict[int, dict[str, Any]] = {}
     for seed in given.seeds:
         words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+        words.append(f"trainer.steps={given.steps}")  # its schedule ends with them
         settings = {"completion": COMPLETION, "micro_batches": batch // given.rows, "checkpointing": False}
         seeds[seed] = describe(race(f"seed {seed}", words, given.steps, **settings))
         print(json.dumps({seed: {name: found["seconds_to_goal"] for name, found in seeds[seed].items()}}), flush=True)
