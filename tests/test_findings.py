@@ -148,6 +148,13 @@ def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     )
 
 
+def test_further_sets_of_tasks_get_a_line_each() -> None:
+    summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success") for when in ("before", "after")}
+    sets = {"eval/easy/success/before": 0.25, "eval/easy/success/after": 0.75, "eval/new/success/after": 0.5}
+    said = what_was_learned(summary | {"eval/tasks": 8, "eval/easy/greedy/after": 1.0} | sets, 1, lr=1e-6)
+    assert said.splitlines()[2:] == ["easy: sampled 0.250 -> 0.750"]  # of `new` there is nothing from before
+
+
 def test_what_was_measured_with_other_samples_before_is_left_out() -> None:
     summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success") for when in ("before", "after")}
     summary |= {"eval/pass@2/before": 0.0, "eval/pass@8/after": 0.5, "eval/tasks": 8}

@@ -101,7 +101,7 @@ def test_a_recipe_inherits(order: str, steps: int, place: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("defaults: [gsm9k]", "there is no recipe=gsm9k; did you mean gsm8k?"),
+        ("defaults: [gsm9k]", "mine.yaml; did you mean gsm8k?"),
         ("defaults: [other.yaml]", "recipe=mine.yaml inherits itself"),
         ("defaults: [away.yaml]", "there is no file"),
         ("defaults: [{recipe: gsm8k}]", "chooses 'recipe'"),

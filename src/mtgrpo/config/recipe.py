@@ -66,7 +66,8 @@ def read_recipe(option: str, folders: Sequence[Path] = (), within: tuple[Path, .
     path = known.get(option, (within[-1].parent if within else Path()) / Path(option).expanduser()).resolve()
     if path.suffix != ".yaml":
         others = f"known: {', '.join(known)}; or path/to/file.yaml"
-        raise ConfigError(f"there is no recipe={option}; {meant(option, known).rstrip() or others}")
+        where = f", a default of {within[-1]}" if within else ""
+        raise ConfigError(f"there is no recipe={option}{where}; {meant(option, known).rstrip() or others}")
     if path in within:
         raise ConfigError(f"recipe={option} inherits itself: see the defaults in {within[-1]}")
     own, inherited = _read(path, f"recipe={option}" if path.is_relative_to(RECIPES) else str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
     same tasks, one of at most .7 / sqrt(n). A change below two of these, 1.4 / sqrt(n), is one that chance gives, and
     is called so. n is tasks times samples for sampled success, tasks for greedy success and pass@k. "Sharpening" is
     that pass@k rose by less than half of what sampled success did, by more than chance or as it could not rise.
+    The tasks of `eval.sets` get a line each.
     """
     tasks = int(summary["eval/tasks"])
     few = f"{tasks} held-out task{'s' * (tasks > 1)}"
@@ -161,6 +163,9 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
             f"\nmemorised, at least in part: training success is {trained:.3f}, {above:.3f} above held-out success; "
             "more training tasks or fewer steps (eval.stop), or these were easier from the start"
         )
+    for key, before in summary.items():
+        if (of_set := re.fullmatch("(eval/([^/]+)/success)/before", key)) and f"{of_set[1]}/after" in summary:
+            verdict += f"\n{of_set[2]}: sampled {before:.3f} -> {summary[f'{of_set[1]}/after']:.3f}"
     return f"held-out success: {line}{verdict}"
 
 

@@ -63,7 +63,7 @@ def _multiply(
             return
         a, b = a.to(out.dtype), b.to(out.dtype)  # the products of numbers of 8 bits are exact
     if min(*a.shape, b.shape[1]) >= ONEDNN_SIZE and onednn(out.device, out.dtype):
-        product = multiply(a, b.t())
+        product = multiply(a, b.t()) if a.is_contiguous() else multiply(b.t(), a).t()  # the first factor is copied
         if beta:
             torch.add(add if beta == 1 else add * beta, product, alpha=alpha, out=out)
         else:
