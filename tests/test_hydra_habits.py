@@ -553,15 +553,17 @@ def test_letters_beyond_ascii_need_no_quotes(value: str) -> None:
 
 
 def test_a_model_from_scratch_wants_its_own_learning_rate(place: Path) -> None:
-    said = "model.name=tiny starts from scratch, and {}optimizer.lr=1e-06 hardly moves it"
-    for content, steps, name in (
-        ("task: calculator", 200, "sft."),
-        ("task: calculator", 0, ""),
-        ("defaults: [from_scratch]\nmodel: {name: tiny-2m}", 200, None),
-        ("defaults: [from_scratch]", 200, None),
-        ("model: {name: other/model}", 200, None),
+    said = "model.name=tiny starts from scratch, and {}.lr=1e-06 hardly moves it"
+    for content, steps, names in (
+        ("task: calculator", 200, ["sft.optimizer", "optimizer"]),
+        ("task: calculator\nsft: {optimizer: {lr: 3e-3}}", 200, ["optimizer"]),
+        ("task: calculator", 0, ["optimizer"]),
+        ("defaults: [from_scratch]\nmodel: {name: tiny-2m}", 200, []),
+        ("defaults: [from_scratch]", 200, []),
+        ("model: {name: other/model}", 200, []),
     ):
         Path("own.yaml").write_text(content)
         notes = compose(parse(["recipe=own.yaml", f"sft.steps={steps}"])).experiment.notes
-        assert sum("starts from scratch" in note for note in notes) == (name is not None), content
-        assert name is None or any(note.startswith(said.format(name)) for note in notes)
+        told = [note for note in notes if "starts from scratch" in note]
+        assert len(told) == len(names), content
+        assert all(note.startswith(said.format(name)) for note, name in zip(told, names, strict=True))

@@ -535,7 +535,7 @@ def test_what_is_no_mistake_is_left_to_the_run(name: str, run: Run, place: Path)
         ("trajectory.final == '#### 1'", ""),
         (
             "trajectory.final == trajectory.task.answer",
-            "pays the first 20 demonstrations at most 0, and reward.success_at",
+            "pays the first 20 demonstrations at most 0, and success takes reward.success_at=1: what imitates",
         ),
         ("1", "pays an empty answer 1, which is a success"),
     ],
@@ -638,7 +638,7 @@ def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, plac
     [
         ("1", "numeric", "none of 1 demonstration has an answer where it is looked for: reward=numeric reads"),
         ("#### 1", "numeric", ""),
-        ("11", "em", "reward EM pays the first 1 demonstration at most 0, and reward.success_at"),
+        ("11", "em", "reward EM pays the first 1 demonstration at most 0, and success takes reward.success_at=1"),
         ("1", "em", ""),
     ],
 )
@@ -650,6 +650,22 @@ def test_demonstrations_that_their_reward_does_not_pay_are_noted(
     words = ["sft.steps=1", "sft.demonstrations=said.jsonl", f"reward={reward}", "--dry-run"]
     code, _, err = run("train", *SMALL, *words)
     assert code == 0 and (said in err if said else err == "")
+
+
+@pytest.mark.parametrize(("answer", "said"), [("The number is 1", "at most -0.02, and success takes"), ("#### 1", "")])
+@pytest.mark.parametrize("known", [True, False])
+def test_demonstrations_that_a_reward_of_ones_own_does_not_pay_are_noted(
+    answer: str, said: str, known: bool, run: Run, place: Path
+) -> None:
+    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": answer}]
+    row = {"messages": messages} | ({"answer": "1"} if known else {})
+    Path("said.jsonl").write_text(f"{json.dumps(row)}\n")
+    reward = "float(trajectory.final == f'#### {trajectory.task.answer}') - 0.02"
+    source = calling("    return '1'\n") + "\n\n@dataclass\nclass Paid(Reward):\n    success_at: float = 0.5\n"
+    Path("own.py").write_text(f"{source}    def reward(self, trajectory):\n        return {reward}\n")
+    words = ["sft.steps=1", "sft.demonstrations=said.jsonl", "reward=own.py:Paid", "--dry-run"]
+    code, _, err = run("train", *SMALL, *words)
+    assert code == 0 and (said in err if said and known else err == "")  # without an answer it cannot say
 
 
 def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:

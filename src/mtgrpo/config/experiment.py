@@ -230,12 +230,13 @@ class Experiment:
         notes = [self.advantage.note(self.algorithm), self.reward.note(self.algorithm.scales_by_std)]
         if 0 < self.sft.steps <= (steps := self.sft.optimizer.warmup_steps):
             notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
-        first, name = (self.sft.optimizer, "sft.optimizer") if self.sft.steps else (self.optimizer, "optimizer")
-        if self.model.name in FROM_SCRATCH and first.lr < LEAST_SCRATCH_LR:
-            notes.append(
-                f"model.name={self.model.name} starts from scratch, and {name}.lr={first.lr:g} hardly moves it: begin "
-                "the recipe with `defaults: [from_scratch]`, or set it near 0.003"
-            )
+        rates = {"sft.optimizer": (self.sft.optimizer.lr, 3e-3)} if self.sft.steps else {}
+        for name, (lr, usual) in {**rates, "optimizer": (self.optimizer.lr, 5e-4)}.items():
+            if self.model.name in FROM_SCRATCH and lr < LEAST_SCRATCH_LR:
+                notes.append(
+                    f"model.name={self.model.name} starts from scratch, and {name}.lr={lr:g} hardly moves it: begin "
+                    f"the recipe with `defaults: [from_scratch]`, or set it near {usual:g}"
+                )
         if self.sft.demonstrations and not self.sft.steps and not Path(self.model.name).is_dir():
             notes.append("sft.demonstrations is set and sft.steps is 0: there is no warm start; set sft.steps=300")
         return [note for note in notes if note]

@@ -162,21 +162,22 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
     reward, name = experiment.reward, type(experiment.reward).__name__
     if not reward.works_unopened or experiment.agent.active:
         return []
-    own = not (all_ours(reward) or experiment.sft.demonstrations)
+    own, in_rows = not all_ours(reward), bool(experiment.sft.demonstrations)
     async with left_to_the_run():
         if reward.looks_for and not any(map(reward.answer, shown)):
             return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
-        if not own:  # a row may have no answer
-            shown = [one for one in shown if one.task.answer and reward.compares and not reward.parts]
+        if in_rows or not own:  # a row may have no answer
+            knows = own or (reward.compares and not reward.parts)
+            shown = [one for one in shown if one.task.answer and knows]
         paid = list[float]()
         for one in shown:
             paid += [score.total for score in await scores(reward, [one]) if isinstance(score, Score)]
             if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
                 break
         if paid and max(paid) < reward.success_at:
-            least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
+            least = f"and success takes reward.success_at={reward.success_at:g}: what imitates them has none"
             return [f"reward {name} pays the first {_counted(len(paid))} at most {max(paid):g}, {least}"]
-        for one in shown[:1] if own else ():
+        for one in shown[:1] if own and not in_rows else ():
             (empty,) = await scores(reward, [a_conversation(one.task, [Message("assistant", "")])])
             if isinstance(empty, Score) and empty.total >= reward.success_at:
                 return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]

@@ -175,7 +175,7 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
     graded = [t for t in valid if t.given is None]  # by the reward, not by an agent
     if looks_for and graded and not any(map(reward.answer, graded)):
         notes.append(f"none of {len(graded)} conversations has an answer where it is looked for: {looks_for}")
-    if 0 < (best := max((t.reward for t in valid), default=0.0)) < reward.success_at:
+    if 0 != (best := max((t.reward for t in valid), default=0.0)) < reward.success_at:
         notes.append(
             f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
             f"{reward.success_at:g}"

@@ -202,7 +202,8 @@ def untried(experiment: Experiment, trains: bool) -> str:
         "sinks": all(":" not in str(name) for name in experiment.log),
     }
     own = [name for name, known in tried.items() if not known]
-    return f", nor your own {' and '.join(own)} tried" if own else ""
+    once = " (idempotent is False)" if "tools" in own and alone and not environment.replayable else ""
+    return f", nor your own {' and '.join(own)} tried{once}" if own else ""
 
 
 @asynccontextmanager
