@@ -49,6 +49,7 @@ def test_rewards_that_never_are_a_success_are_noticed() -> None:
     assert notes(EM(success_at=0.5), paid) == [] and notes(EM(), said("62")) == []
     paid.reward = -0.02  # each conversation pays for its calls
     assert "no success: the best reward is -0.02, and" in notes(EM(), paid)[0]
+    assert "no success: the best reward is 0, and" in notes(EM(), paid, said("62"))[0]
 
 
 def test_what_is_cut_is_told_where_nothing_succeeds() -> None:

@@ -175,11 +175,9 @@ def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None
     graded = [t for t in valid if t.given is None]  # by the reward, not by an agent
     if looks_for and graded and not any(map(reward.answer, graded)):
         notes.append(f"none of {len(graded)} conversations has an answer where it is looked for: {looks_for}")
-    if 0 != (best := max((t.reward for t in valid), default=0.0)) < reward.success_at:
-        notes.append(
-            f"no success: the best reward is {best:g}, and reward.success_at, what success takes, is "
-            f"{reward.success_at:g}"
-        )
+    if any(t.reward for t in valid) and (best := max(t.reward for t in valid)) < reward.success_at:
+        least = f"and reward.success_at, what success takes, is {reward.success_at:g}"
+        notes.append(f"no success: the best reward is {best:g}, {least}")
     emptied = [t for t in valid if _saw_task_alone(t)]
     if len(emptied) > _NOTABLE * len(valid):
         tokens = sum(t.tokens_before for t in emptied) / sum(t.condensed for t in emptied)
