@@ -699,6 +699,15 @@ async def test_no_more_conversations_with_the_engine_are_open_than_are_needed() 
     assert [len({key for key, _ in asked}) for asked in (engine.asked[:MAX_CHAINS], engine.asked)] == [MAX_CHAINS] * 2
 
 
+async def test_a_content_that_is_no_text_is_named() -> None:
+    async with served(scripted("yes")) as (address, _, client, _):
+        headers = {"authorization": f"Bearer {address.key}"}
+        body = HI | {"messages": [*HI["messages"], {"role": "user", "content": 17}]}
+        answer = await client.post(f"{address.openai_url}/chat/completions", json=body, headers=headers)
+        said = "the content of messages[1] must be a string or a list of parts, got 17"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+
+
 async def test_fields_without_effect_are_counted_or_refused() -> None:
     body = HI | {"temperature": 0.3, "seed": 4, "tool_choice": "required", "user": "me", "logprobs": None}
     for strict in (False, True):

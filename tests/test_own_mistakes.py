@@ -668,6 +668,31 @@ def test_demonstrations_that_a_reward_of_ones_own_does_not_pay_are_noted(
     assert code == 0 and (said in err if said and known else err == "")  # without an answer it cannot say
 
 
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ("any(call['name'] == 'tool' for call in trajectory.calls)", "TypeError: 'CallRecord' object is not subscr"),
+        ("any(call.name == 'tool' for call in trajectory.calls)", ""),
+        ("trajectory.task.answer or trajectory.task.metadata['only in tasks']", ""),
+    ],
+)
+def test_a_reward_that_fails_for_calls_of_demonstrations_is_noted(looks: str, said: str, run: Run, place: Path) -> None:
+    guess = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "#### 1"}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {"number": 1}}]}
+    answer = {"role": "tool", "name": "tool", "content": "1"}
+    calls = {"messages": [guess["messages"][0], call, answer, guess["messages"][1]]}
+    Path("said.jsonl").write_text(f"{json.dumps(guess)}\n" * 6 + json.dumps(calls) + "\n")
+    source = calling("    return '1'\n") + "\n\n@dataclass\nclass Paid(Reward):\n"
+    Path("own.py").write_text(f"{source}    def reward(self, trajectory):\n        return float({looks})\n")
+    for name in ("tasks.jsonl", "held.jsonl"):
+        Path(name).write_text("".join(f'{{"prompt": "{name} {n}?", "answer": "{n}"}}\n' for n in range(4)))
+    files = ["task=jsonl", "task.path=tasks.jsonl", "task.val_files=[held.jsonl]", "sft.demonstrations=said.jsonl"]
+    code, _, err = run("train", *SMALL, *files, TOOL, "sft.steps=1", "reward=own.py:Paid", "--dry-run")
+    assert code == 0, err
+    assert (f"reward Paid fails for 1 of the first 3 demonstrations: said/7: {said}" in err) is bool(said)
+    assert said or "fails" not in err
+
+
 def test_calls_under_another_name_are_refused(run: Run, place: Path) -> None:
     call = {"role": "assistant", "content": "", "function_call": {"name": "tool", "arguments": "{}"}}
     Path("said.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, call]}) + "\n")
@@ -707,7 +732,7 @@ def test_what_a_row_of_demonstrations_lacks_for_calls_is_noted(run: Run, place: 
     words = ["sft.demonstrations=said.jsonl", "sft.steps=1", "environment.tools=[own.py:Own]", "--dry-run"]
     code, _, err = run("train", *SMALL, *words)
     assert code == 0 and "the tool Own failed: KeyError: 'stock'" in err
-    assert "its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories" in err
+    assert "its row has nothing beside `messages`: give it the columns of its task" in err
 
 
 def test_a_condenser_is_tried_in_three_turns(run: Run, place: Path) -> None:

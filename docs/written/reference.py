@@ -64,6 +64,7 @@ OFFERED = {  # module -> its public names
             "ToolSpec",
             "Turn",
             "Trajectory",
+            "CallRecord",
             "Group",
             "Completion",
             "Sampling",

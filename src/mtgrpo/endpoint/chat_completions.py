@@ -18,8 +18,8 @@ class ChatCompletions(Dialect):
     fields = frozenset(("messages", "n", "stream_options", "user", "metadata", "store", "prompt_cache_key"))
 
     def read_messages(self, body: Body, reader: MessageReader) -> None:
-        for entry in list_of(body.get("messages"), "messages"):
-            content = text_of(entry.get("content"), "messages")
+        for number, entry in enumerate(list_of(body.get("messages"), "messages")):
+            content = text_of(entry.get("content"), f"messages[{number}]")
             if entry.get("role") == "tool":
                 reader.answer(entry.get("tool_call_id"), content, entry.get("name"))
             elif entry.get("role") == "assistant":

@@ -135,6 +135,9 @@ def text_of(content: Any, what: str) -> str:
     """The text of a content: a string, null, or a list of parts, which are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        told = f"the content of {what} must be a string or a list of parts, got {content!r:.100}"
+        raise RefusedError("invalid", told)
     texts: list[str] = []
     for part in list_of(content, what):
         if part.get("type") not in TEXTS:

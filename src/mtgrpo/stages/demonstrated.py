@@ -84,7 +84,7 @@ async def try_demonstrations(experiment: Experiment, chat: Chat) -> list[str]:
                 break
             why = str(error) if failed else f"it cannot begin: {extension.explained(error)}"
             if isinstance(cause, KeyError) and {"said"} <= task.metadata.keys() <= {"messages", "said", "tools"}:
-                why += "; its row has no metadata, which `mtgrpo collect` writes with collect.form=trajectories"
+                why += "; its row has nothing beside `messages`: give it the columns of its task"
             sure = isinstance(cause, MISTAKES) and not experiment.sft.demonstrations  # rows may lack what calls need
             if sure or not failed:
                 raise ConfigError(f"the demonstration of task {task.id}: {why}; correct it") from error
@@ -163,17 +163,28 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
     if not reward.works_unopened or experiment.agent.active:
         return []
     own, in_rows = not all_ours(reward), bool(experiment.sft.demonstrations)
+    tried = sorted(shown, key=lambda one: not one.calls)  # a mistake may be in what is done with calls
+    known = [one for one in tried if one.task.answer]  # a row may have none
+    if not own:
+        tried = known if reward.compares and not reward.parts else []
+    elif in_rows:
+        tried = known or tried[:FEW]
     async with left_to_the_run():
         if reward.looks_for and not any(map(reward.answer, shown)):
             return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
-        if in_rows or not own:  # a row may have no answer
-            knows = own or (reward.compares and not reward.parts)
-            shown = [one for one in shown if one.task.answer and knows]
-        paid = list[float]()
-        for one in shown:
-            paid += [score.total for score in await scores(reward, [one]) if isinstance(score, Score)]
+        paid, failed = list[float](), list[str]()
+        for one in tried:
+            (score,) = await scores(reward, [one])
+            if isinstance(score, Score):
+                paid.append(score.total)
+            elif not isinstance(score.__cause__ or score, KeyError):  # of a column that only tasks have
+                failed.append(f"{one.task.id}: {extension.explained(score)}")
             if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
                 break
+        if failed and own and in_rows:
+            return [f"reward {name} fails for {len(failed)} of the first {_counted(len(tried))}: {failed[0]}"]
+        if not known and in_rows:
+            return []
         if paid and max(paid) < reward.success_at:
             least = f"and success takes reward.success_at={reward.success_at:g}: what imitates them has none"
             return [f"reward {name} pays the first {_counted(len(paid))} at most {max(paid):g}, {least}"]

@@ -21,7 +21,7 @@ from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.rollout.demonstrations import Scripted, unrefused, written
 from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.tasks.rows import Columns
-from mtgrpo.types import Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Completion, Finish, Limits, Message, Sampling, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
 ROOMY = 100_000  # tokens of a context, far more than what is tried has
@@ -223,14 +223,15 @@ async def left_to_the_run(begins: Task | None = None) -> AsyncGenerator[None]:
 
 
 def a_conversation(task: Task, messages: Sequence[Message]) -> Trajectory:
-    """Of `messages`, without their tokens."""
+    """Of `messages`, without their tokens; all calls were answered."""
+    calls = tuple(CallRecord(call.name) for message in messages for call in message.tool_calls)
     turns: list[Turn] = []
     for message in messages:
         if message.role == "assistant":
             turns.append(Turn.of(Completion([0], [0.0], [0], Finish.STOP), message, [0], parent=len(turns) - 1))
         elif turns:
             turns[-1].observations = (*turns[-1].observations, message)
-    return Trajectory(copied(task), turns=turns)
+    return Trajectory(copied(task), turns=turns, calls=calls)
 
 
 def begins(environment: Environment, opened: bool = False) -> bool:
