@@ -168,7 +168,7 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
     if not own:
         tried = known if reward.compares and not reward.parts else []
     elif in_rows:
-        tried = known or tried[:FEW]
+        tried = [] if reward.parts else known or tried[:FEW]  # a part of ours refuses a row without an answer
     async with left_to_the_run():
         if reward.looks_for and not any(map(reward.answer, shown)):
             return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
