@@ -683,7 +683,9 @@ def test_a_reward_that_fails_for_calls_of_demonstrations_is_noted(looks: str, sa
     calls = {"messages": [guess["messages"][0], call, answer, guess["messages"][1]]}
     Path("said.jsonl").write_text(f"{json.dumps(guess)}\n" * 6 + json.dumps(calls) + "\n")
     source = calling("    return '1'\n") + "\n\n@dataclass\nclass Paid(Reward):\n"
-    Path("own.py").write_text(f"{source}    def reward(self, trajectory):\n        return float({looks})\n")
+    lacks = "        if not (trajectory.task.answer or trajectory.calls):\n            raise TaskError('no row')\n"
+    source = f"from mtgrpo.errors import TaskError\n{source}    def reward(self, trajectory):\n{lacks}"
+    Path("own.py").write_text(f"{source}        return float({looks})\n")
     for name in ("tasks.jsonl", "held.jsonl"):
         Path(name).write_text("".join(f'{{"prompt": "{name} {n}?", "answer": "{n}"}}\n' for n in range(4)))
     files = ["task=jsonl", "task.path=tasks.jsonl", "task.val_files=[held.jsonl]", "sft.demonstrations=said.jsonl"]

@@ -158,7 +158,7 @@ def _counted(number: int) -> str:
 
 
 async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
-    """What to say where the reward takes no demonstration for a success, or one of somebody's own an empty answer."""
+    """What to say where the reward takes no demonstration for a success; one of somebody's own: fails, or an empty one."""
     reward, name = experiment.reward, type(experiment.reward).__name__
     if not reward.works_unopened or experiment.agent.active:
         return []
@@ -174,11 +174,12 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
             return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
         paid, failed = list[float](), list[str]()
         for one in tried:
-            (score,) = await scores(reward, [one])
-            if isinstance(score, Score):
-                paid.append(score.total)
-            elif not isinstance(score.__cause__ or score, KeyError):  # of a column that only tasks have
-                failed.append(f"{one.task.id}: {extension.explained(score)}")
+            with suppress(*([TaskError] if in_rows else [])):  # the row lacks what a task has
+                (score,) = await scores(reward, [one])
+                if isinstance(score, Score):
+                    paid.append(score.total)
+                elif not isinstance(score.__cause__ or score, KeyError):  # so it does here
+                    failed.append(f"{one.task.id}: {extension.explained(score)}")
             if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
                 break
         if failed and own and in_rows:
