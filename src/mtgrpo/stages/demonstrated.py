@@ -158,7 +158,7 @@ def _counted(number: int) -> str:
 
 
 async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str]:
-    """What to say where the reward takes no demonstration for a success; one of somebody's own: fails, or an empty one."""
+    """What to say where the reward takes no demonstration for a success, or fails, or pays an empty answer."""
     reward, name = experiment.reward, type(experiment.reward).__name__
     if not reward.works_unopened or experiment.agent.active:
         return []
