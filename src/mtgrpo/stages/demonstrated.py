@@ -183,7 +183,7 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
             if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
                 break
         if failed and own and in_rows:
-            return [f"reward {name} fails for {len(failed)} of the first {_counted(len(tried))}: {failed[0]}"]
+            return [f"reward {name} fails for {len(failed)} of {_counted(len(failed) + len(paid))} tried: {failed[0]}"]
         if not known and in_rows:
             return []
         if paid and max(paid) < reward.success_at:
