@@ -273,6 +273,16 @@ def test_an_agent_that_fails_is_run_again_and_never_trained(name: str, why: str,
     assert why in trajectory.reason
 
 
+def test_an_agent_that_asks_elsewhere_is_told_where_to(tmp_path: Path) -> None:
+    code = "def solve(task, address):\n    raise ConnectionRefusedError('111')\n"
+    told = one(Python(function=written(tmp_path, code)), tmp_path).reason
+    assert "ConnectionRefusedError: 111" in told and "; no request came: it must send them to http://127.0.0.1:" in told
+    (tmp_path / "b").mkdir()
+    asks = Python(function=written(tmp_path / "b", code.replace("    raise", "    ask(address)\n    raise")))
+    reason = one(asks, tmp_path).reason
+    assert "ConnectionRefusedError: 111" in reason and "no request came" not in reason
+
+
 def test_an_agent_that_gives_up_at_a_limit_is_truncated(tmp_path: Path) -> None:
     code = """
 def solve(task, address):

@@ -483,7 +483,6 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("task=game sft.steps=0", ["task game/0/0/eval/0: the answer '' is not a number"]),
         ("reward=unit_tests", ["task calculator/0/0/eval/0 has no `tests` in its metadata", "task=mbpp"]),
         ("reward=[numeric,ifeval]", ["has no `instruction_id_list`", "reward=ifeval is for task=ifeval"]),
-        ("eval.interval=wald", ["eval.interval=wald: expected one of wilson, clopper_pearson"]),
         (
             "task=parquet task.path=away.parquet",
             ["no such file or folder of .parquet files: 'away.parquet'"],

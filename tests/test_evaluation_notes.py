@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import pytest
+
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import EM
 from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.stages.demonstrated import sent_otherwise
 from mtgrpo.stages.evaluate import _notes
-from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import Finish, Group, Message, Status, Task, ToolSpec, Trajectory, Turn
 
+AGENTS = Path(__file__).with_name("calculating_agents.py")
 TASK = Task("sum/0", (Message("user", "?"),), "61")
 
 
@@ -21,6 +27,37 @@ def said(text: str) -> Trajectory:
 
 def notes(reward: Reward, *trajectories: Trajectory, name: str = "") -> list[str]:
     return _notes(name, [Group(TASK, [trajectory]) for trajectory in trajectories], reward)
+
+
+FIND = ToolSpec("find_row", "The row.", {"type": "object", "properties": {"guest": {"type": "string"}}})
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ([FIND], ""),
+        ([dataclasses.replace(FIND, parameters={**FIND.parameters, "additionalProperties": False})], ""),
+        ([], "none, and environment.tools are find_row"),
+        ([dataclasses.replace(FIND, name="find")], "find, and environment.tools are find_row"),
+        (
+            [dataclasses.replace(FIND, description="Where?")],
+            """find_row("guest": {"type": "string"}) 'Where?', and environment.tools has find_row(""",
+        ),
+        (
+            [dataclasses.replace(FIND, parameters={"properties": {"name": {"type": "string"}}})],
+            """find_row("name": {"type": "string"}) 'The row.', and environment.tools has find_row("guest":""",
+        ),
+    ],
+)
+def test_tools_that_an_agent_sends_are_those_of_its_warm_start(sent: list[ToolSpec], told: str, tmp_path: Path) -> None:
+    tools = tmp_path / "shown.py"
+    tools.write_text('def find_row(guest: str) -> str:\n    """The row."""\n')
+    words = ["agent=python", f"agent.function={AGENTS}:echo", f"environment.tools=[{tools}:find_row]"]
+    played = said("61")
+    played.tools = sent
+    for steps in (50, 0):
+        notes = sent_otherwise(compose(parse([*words, f"sft.steps={steps}"])).experiment, [played])
+        assert len(notes) == bool(told and steps) and all(told in note for note in notes)
 
 
 def test_answers_without_the_marker_are_noticed_where_none_has_it() -> None:

@@ -392,9 +392,13 @@ def test_tools_that_are_not_copied_are_missed(
 
 
 def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], "agent": "python"}})
+    """Those of the environment are what its warm start saw of them, and may answer nothing."""
+    settings = {"agent": "python", "environment.tools": '["calculator"]'}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **settings}})
     keep_conversations(tmp_path)
-    exported(path, "hf", tmp_path / "out")
+    out = exported(path, "hf", tmp_path / "out")
+    assert "OPTIONS" not in (out / "tools.py").read_text()
+    assert "In its training an agent answered" in (out / "README.md").read_text()
     said = "its tools.py answers no call yet: write what `use` gives, as your agent does, which has the tools\n"
     assert capsys.readouterr().out.endswith(said)
 

@@ -140,6 +140,17 @@ def test_where_every_task_was_found_before_any_gain_is_sharpening() -> None:
     assert "\nmostly sharpening: " in what_was_learned(summary, 4, lr=3e-4)
 
 
+def test_where_greedy_answers_were_as_good_before_nothing_new_was_learned() -> None:
+    names = ("greedy", "success", "pass@4")
+    summary = dict(zip((f"eval/{name}/before" for name in names), (0.9, 0.2, 0.45), strict=True)) | {"eval/tasks": 200}
+    summary |= dict(zip((f"eval/{name}/after" for name in names), (1.0, 0.9, 1.0), strict=True))
+    said = "\nmostly sharpening: sampled answers came up to greedy ones, as good before as those now (sampled +0.700, "
+    assert said in what_was_learned(summary, 4, lr=3e-4)
+    assert "\nlearned what 4 tries did not find before" in what_was_learned(
+        summary | {"eval/greedy/before": 0.8}, 4, 1.0
+    )
+
+
 def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success", "pass@1") for when in ("before", "after")}
     summary["eval/tasks"] = 8

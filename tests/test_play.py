@@ -36,6 +36,15 @@ async def test_tools_answer_the_model_and_the_person_goes_on_where_it_would_end(
     assert "model: It is 5." in shown and "\x1b" not in shown
 
 
+async def test_where_an_agent_answered_the_person_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("row 5\n"))
+    called = Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "2+3"}),))
+    async with _Person(world=ToolUse(tools=["calculator"]), answers=True).conversation(TASK) as (person, _):
+        told = await person.step(called)
+        assert told.messages == (Message("tool", "row 5", name="calculator"),) and not told.done
+        assert (await person.step(called)).done  # the end of the input
+
+
 TILL = """
 from dataclasses import dataclass
 from mtgrpo.tools import Tool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -19,7 +18,7 @@ import yaml
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.evaluation.findings import OTHER_BEFORE
-from mtgrpo.evaluation.statistics import clopper_pearson, compare, mean_over_tasks, wilson
+from mtgrpo.evaluation.statistics import compare, mean_over_tasks, wilson
 from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.writing import write_versions
@@ -223,12 +222,6 @@ def test_both_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
     assert success.after == mean_over_tasks(outcomes)
     assert success.comparison == compare([[0.0, 0.0]] * 20, outcomes)
     assert "p < 0.0001" in content.change(success)
-
-
-def test_intervals_are_those_that_the_run_chose(tmp_path: Path) -> None:
-    run = the_run(tmp_path / "run", summary=SUMMARY)
-    run = dataclasses.replace(run, settings={**run.settings, "eval.interval": "clopper_pearson"})
-    assert content.measurements(run)[0].before == clopper_pearson(0.25, 40)
 
 
 def test_an_evaluation_alone(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ class _Keyboard:
 
     left: bool = False
 
-    async def ask(self) -> str:
+    async def ask(self, as_whom: str = "you") -> str:
         """The next line; "" from where they have left."""
         try:
-            return "" if self.left else (await run_in_thread(lambda: input("you: "))).strip()
+            return "" if self.left else (await run_in_thread(lambda: input(f"{as_whom}: "))).strip()
         except EOFError:
             print()
             self.left = True
@@ -45,6 +45,7 @@ class _Person(Environment):
 
     world: Environment = field(default_factory=SingleTurn)
     keyboard: _Keyboard = field(default_factory=_Keyboard)
+    answers: bool = False  # the person, in the place of an agent, which did
 
     async def start(self, task: Task) -> Opening:
         self.world = copy.copy(self.world)  # of this conversation
@@ -56,6 +57,10 @@ class _Person(Environment):
     async def step(self, message: Message) -> Reply:
         calls = [f"-> {call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls]
         _show("model", "\n".join(filter(None, [message.reasoning, message.content, *calls])))
+        if self.answers and calls:
+            called = [call.name for call in message.tool_calls]
+            told = [Message("tool", await self.keyboard.ask(name), name=name) for name in called]
+            return Reply(tuple(told), done=self.keyboard.left)
         reply = await self.world.step(message)
         for answer in reply.messages:
             _show(answer.name or answer.role, answer.content)
@@ -71,7 +76,7 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
         runner = run.runner.at("play")
         world = runner.environment
         if experiment.agent.active:
-            run.sinks.note("here the policy answers alone, without the agent; `mtgrpo serve` serves it to the agent")
+            run.sinks.note("you answer its calls, in the place of the agent; `mtgrpo serve` serves it to the agent")
         run.sinks.note("your words, then Enter; an empty line takes an example, or ends a conversation; Ctrl-D leaves")
         examples, example, keyboard = itertools.cycle(run.held_out), run.held_out[0], _Keyboard()
         if example.metadata:
@@ -90,6 +95,7 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
                 task = example = next(examples)
                 _show("example", task.messages[-1].content)
             person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world, keyboard=keyboard)
+            person.answers = experiment.agent.active
             async with runner.open_conversation("play", task.id, number) as sample:
                 limits = Limits(runner.limits.context_tokens)
                 shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)

@@ -115,7 +115,8 @@ def write_prompted(
     sampling = {"do_sample": sampling["temperature"] > 0, **sampling}
     kept: Any = {"trim_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
-    options, files = _callable_alone(found.own, settings, names) if chat.format else ("", {})
+    agent = settings.get("agent", "none") != "none"  # which answered the calls itself
+    options, files = _callable_alone(found.own, settings, names) if chat.format and not agent else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
     condenser = "" if (chosen := settings.get("condenser", "none")) == "none" else Path(chosen).name
     facts = {
@@ -124,6 +125,7 @@ def write_prompted(
         "reader": type(chat.format).__name__ if chat.format else "",
         "max_turns": int(settings.get("environment.max_turns") or 8),
         "tools": names,
+        "agent": agent,
         "parser": _PARSERS[chat.format.name] if chat.format else "",
         "task": _of_task(settings.get("task", "")),
         "words": shlex.join(found.words),
@@ -149,7 +151,7 @@ def write_prompted(
     told = [f"{key}={value}" for key, value in settings.items() if key.startswith("environment.tools")]
     own = any(".py:" in one for one in told)
     several = own and not any(f".py:{name}" in one for one in told for name in names)
-    left = _OF_AN_AGENT if settings.get("agent", "none") != "none" else _SEVERAL if several else _NOT_FOUND * own
+    left = _OF_AN_AGENT if agent else _SEVERAL if several else _NOT_FOUND * own
     notes = [
         f"chat.py and servers do without its condenser, {condenser}: long conversations end worse" if condenser else "",
         f"its tools.py answers no call yet: write what `use` gives{left}" if names and not options else "",

@@ -39,7 +39,6 @@ LEAST_SCRATCH_LR = 1e-4  # a learning rate below it hardly moves weights from sc
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
 ResumeMode = Enum("ResumeMode", {"exact": "exact", "continue": "continue"})
-Interval = Enum("Interval", {"wilson": "wilson", "clopper_pearson": "clopper_pearson"})
 Form = Enum("Form", {"trajectories": "trajectories", "messages": "messages"})
 
 
@@ -79,9 +78,6 @@ class Evaluation:
     stop: int = 0  # the run ends after so many evaluations without a better success than before; 0 = it goes on
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
-    # the 95 % interval of a share; wilson holds the true one as often as it says, on average; clopper_pearson is exact:
-    # never less often, and wider
-    interval: Interval = Interval.wilson
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
     no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`
     # further task sets, `eval/NAME/success`: [gsm8k], or {easy: {task: jsonl, val_files: [easy.jsonl]}}

@@ -13,13 +13,11 @@ from typing import Any
 from mtgrpo.evaluation.statistics import (
     Comparison,
     Estimate,
-    Interval,
     best_of_n,
     compare_by_task,
     majority_vote,
     mean_over_tasks,
     mean_pass_at_k,
-    wilson,
 )
 from mtgrpo.rewards import Reward
 from mtgrpo.types import CallOutcome, Group, Trajectory
@@ -54,7 +52,7 @@ class Findings:
     breakdowns: dict[str, dict[str, Estimate]]  # success by turns, tools that were called, difficulty
 
     @classmethod
-    def of(cls, groups: EvaluationGroups, reward: Reward, interval: Interval = wilson) -> Findings:
+    def of(cls, groups: EvaluationGroups, reward: Reward) -> Findings:
         """Of groups of which one trajectory at least did not fail.
 
         pass@k and best-of-n are estimated without bias from all samples of a task (`mtgrpo.evaluation.statistics`).
@@ -63,10 +61,10 @@ class Findings:
         outcomes = [_outcomes(trajectories, reward.success_at) for trajectories in by_task]
         greedy = [_outcomes(group.valid, reward.success_at) for group in groups.greedy if group.valid]
         samples = min(map(len, outcomes))
-        shares = {"success": mean_over_tasks(outcomes, interval)}
+        shares = {"success": mean_over_tasks(outcomes)}
         for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
-            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k, interval)
-        shares["greedy"] = mean_over_tasks(greedy, interval)
+            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k)
+        shares["greedy"] = mean_over_tasks(greedy)
         best = [best_of_n([t.reward for t in trajectories], samples) for trajectories in by_task]
         answers = [[reward.answer(t) for t in trajectories] for trajectories in by_task]
         votes = list(map(majority_vote, answers, outcomes))
@@ -75,7 +73,7 @@ class Findings:
         for name in _DIFFICULTY:
             if any(name in trajectories[0].task.metadata for trajectories in by_task):
                 ways[name] = lambda t, name=name: str(t.task.metadata.get(name, "not given"))
-        breakdowns = {name: _break_down(by_task, reward.success_at, way, interval) for name, way in ways.items()}
+        breakdowns = {name: _break_down(by_task, reward.success_at, way) for name, way in ways.items()}
         several = {name: parts for name, parts in breakdowns.items() if len(parts) > 1}
         return cls(len(by_task), samples, shares, means, several)
 
@@ -87,7 +85,7 @@ def record(findings: Mapping[str, Findings], control: Comparison | None) -> dict
     return {**dataclasses.asdict(findings[""]), **tools, "sets": sets}
 
 
-def table(findings: Mapping[str, Findings], control: Comparison | None, interval: str = "wilson") -> str:
+def table(findings: Mapping[str, Findings], control: Comparison | None) -> str:
     """For people; success by turns, tools and difficulty of the run's own tasks alone."""
     blocks: dict[str, dict[str, str]] = {}
     for name, of_set in findings.items():
@@ -98,7 +96,7 @@ def table(findings: Mapping[str, Findings], control: Comparison | None, interval
     broken_down = findings[""].breakdowns.items()
     blocks["success by"] = {f"{way} {part}": str(parts[part]) for way, parts in broken_down for part in parts}
     width = max(len(label) for rows in blocks.values() for label in rows)
-    lines = [f"95 % intervals ({interval}), over tasks"]
+    lines = ["95 % intervals, over tasks"]
     for head, rows in blocks.items():
         lines += [head, *(f"  {label:<{width}}  {value}" for label, value in rows.items())] if rows else []
     return "\n".join([*lines, *([f"with tools against without: {control}"] if control else [])])
@@ -148,6 +146,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
         verdict = f"\nno more than chance gives with {few}"
     elif not tried or gains[best] < -least[best]:  # which is told below
         verdict = ""
+    elif found["greedy"][0] >= found["sampled"][1]:
+        verdict = f"\nmostly sharpening: sampled answers came up to greedy ones, as good before as those now ({rose})"
     elif gains[best] < gains["sampled"] / 2 - (chance[best] if found[best][0] < 1 else 0.0):
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"
     elif gains[best] < max(chance[best], gains["sampled"] / 2):
@@ -179,7 +179,7 @@ def _tools(trajectory: Trajectory) -> str:
 
 
 def _break_down(
-    by_task: Sequence[Sequence[Trajectory]], success_at: float, way: Callable[[Trajectory], str], interval: Interval
+    by_task: Sequence[Sequence[Trajectory]], success_at: float, way: Callable[[Trajectory], str]
 ) -> dict[str, Estimate]:
     """Success by what `way` says of a trajectory; the largest parts, in the order of their names."""
     parts: dict[str, list[list[float]]] = defaultdict(list)
@@ -194,4 +194,4 @@ def _break_down(
     shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))}
     if rest := [outcomes for name in by_size[len(largest) :] for outcomes in parts[name]]:
         shown["other"] = rest
-    return {name: mean_over_tasks(outcomes, interval) for name, outcomes in shown.items()}
+    return {name: mean_over_tasks(outcomes) for name, outcomes in shown.items()}

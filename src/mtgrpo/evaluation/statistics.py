@@ -6,7 +6,7 @@ Samples of one task are alike, so tasks are what is independent, and every inter
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import NormalDist
@@ -20,7 +20,6 @@ _GRID = 1 << 18  # the permutation test is exact where differences sum to so man
 _FLIPS = 20_000  # random sign flips beyond that
 _CONFIDENCE = 0.95  # of every interval
 _FEW = 5  # tasks, of which the variance between them is not known well enough
-_ROUNDING = 1e-9  # of a number of outcomes that is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-Interval = Callable[[float, float], Estimate]  # mean and size -> mean with its interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +101,7 @@ def wilson(mean: float, size: float) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def clopper_pearson(mean: float, size: float) -> Estimate:
-    """The exact interval (1934) of such a mean of outcomes 0 or 1: never covers less than 95 %, often more.
-
-    Where `size` or the number of successes is a fraction, both are rounded to what gives the wider interval.
-    """
-    trials = math.floor(size + _ROUNDING)
-    if not 0 <= mean <= 1 or trials < 1:
-        raise ValueError(f"needs a mean in [0, 1] of at least one outcome, got {mean} of {size}")
-    tail = (1 - _CONFIDENCE) / 2
-    least, most = math.floor(mean * trials + _ROUNDING), math.ceil(mean * trials - _ROUNDING)
-    low = _share_of_tail(least, trials, tail) if least else 0.0
-    high = 1 - _share_of_tail(trials - most, trials, tail) if most < trials else 1.0
-    return Estimate(mean, low, high)
-
-
-INTERVALS: dict[str, Interval] = {"wilson": wilson, "clopper_pearson": clopper_pearson}  # by `eval.interval`
-
-
-def mean_over_tasks(outcomes: Outcomes, interval: Interval = wilson) -> Estimate:
+def mean_over_tasks(outcomes: Outcomes) -> Estimate:
     """The mean over all samples (avg@k) of outcomes in [0, 1], with its interval for samples clustered in tasks.
 
     The size is the effective one: of independent samples whose mean would vary as much as this one does between
@@ -132,10 +110,10 @@ def mean_over_tasks(outcomes: Outcomes, interval: Interval = wilson) -> Estimate
     Raises ValueError for a task without samples or an outcome outside [0, 1].
     """
     means, counts = _by_task(outcomes)
-    return _clustered(means, counts, float(counts.sum()), interval)
+    return _clustered(means, counts, float(counts.sum()))
 
 
-def mean_pass_at_k(outcomes: Outcomes, k: int, interval: Interval = wilson) -> Estimate:
+def mean_pass_at_k(outcomes: Outcomes, k: int) -> Estimate:
     """pass@k over tasks of which each has k samples or more, outcomes 0 or 1, with its interval.
 
     Raises ValueError for a task with fewer samples.
@@ -143,7 +121,7 @@ def mean_pass_at_k(outcomes: Outcomes, k: int, interval: Interval = wilson) -> E
     _by_task(outcomes)
     values = [pass_at_k(round(sum(of_task)), len(of_task), k) for of_task in outcomes]
     samples = sum(len(of_task) // k for of_task in outcomes)
-    return _clustered(np.array(values), np.ones(len(values)), samples, interval)
+    return _clustered(np.array(values), np.ones(len(values)), samples)
 
 
 def compare(before: Outcomes, after: Outcomes) -> Comparison:
@@ -156,8 +134,8 @@ def compare(before: Outcomes, after: Outcomes) -> Comparison:
         raise ValueError(f"both policies need the same tasks, got {len(before)} and {len(after)}")
     (first, first_counts), (second, second_counts) = _by_task(before), _by_task(after)
     equal = np.ones(len(first))
-    a = _clustered(first, equal, float(first_counts.sum()), wilson)
-    b = _clustered(second, equal, float(second_counts.sum()), wilson)
+    a = _clustered(first, equal, float(first_counts.sum()))
+    b = _clustered(second, equal, float(second_counts.sum()))
     spread = float(first.std() * second.std())
     correlation = float(((first - a.mean) * (second - b.mean)).mean()) / spread if spread else 0.0
 
@@ -236,8 +214,8 @@ def _by_task(outcomes: Outcomes) -> tuple[Floats, Floats]:
     return np.array([sum(of_task) for of_task in outcomes], dtype=np.float64) / counts, counts
 
 
-def _clustered(means: Floats, weights: Floats, samples: float, interval: Interval) -> Estimate:
-    """The interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
+def _clustered(means: Floats, weights: Floats, samples: float) -> Estimate:
+    """Wilson's interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
     total, tasks = float(weights.sum()), len(means)
     mean = float(weights @ means) / total
     # Were all samples of a task alike: the number of tasks, where they weigh alike.
@@ -246,22 +224,7 @@ def _clustered(means: Floats, weights: Floats, samples: float, interval: Interva
     # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
     size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
     size = size if tasks > _FEW else least
-    return interval(mean, min(max(size, least), max(samples, least)))
-
-
-def _share_of_tail(successes: int, trials: int, tail: float) -> float:
-    """The share with which so many successes or more happen with the chance `tail`, by halving."""
-    numbers = np.arange(trials + 1, dtype=np.float64)
-    combinations = np.concatenate([[0.0], np.cumsum(np.log((trials - numbers[:-1]) / numbers[1:]))])
-    above = slice(successes, None)
-    low, high = 0.0, 1.0
-    while low < (middle := (low + high) / 2) < high:
-        log_chances = numbers * math.log(middle) + (trials - numbers) * math.log1p(-middle)
-        if float(np.exp((combinations + log_chances)[above]).sum()) < tail:
-            low = middle
-        else:
-            high = middle
-    return low
+    return wilson(mean, min(max(size, least), max(samples, least)))
 
 
 def _check_draws(name: str, draws: int, samples: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe, recipes
 from mtgrpo.evaluation.findings import OTHER_BEFORE
-from mtgrpo.evaluation.statistics import INTERVALS, Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
+from mtgrpo.evaluation.statistics import Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, conversations, count, flat, of_set, places_of_turns, step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.text import clock, is_number, number, shorten
@@ -43,7 +43,7 @@ TIMES = {
     "time/total_s": "in all",
 }
 ABOUT_INTERVALS = (
-    "In brackets 95 % intervals over tasks (eval.interval); p is of the paired sign-flip test, task by task. "
+    "In brackets 95 % intervals over tasks; p is of the paired sign-flip test, task by task. "
     "They say nothing of how seeds differ."
 )
 _EXAMPLES = 2  # of success, and of failure
@@ -102,18 +102,17 @@ def measurements(run: RunRecord) -> list[Measurement]:
 
 def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
     tasks = len(after) or count(run.settings.get("eval.tasks", ""))
-    chosen = INTERVALS.get(run.settings.get("eval.interval", ""), wilson)
 
     def estimate(key: str) -> Estimate | None:
         value = run.summary.get(key)
-        return chosen(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
+        return wilson(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
 
     first, last = estimate(f"eval/{name}/before"), estimate(f"eval/{name}/after") or estimate(f"eval/{name}")
     if not (name.endswith("success") and after):
         return Measurement(name, first, last)
     if before:
-        first = mean_over_tasks(list(before.values()), chosen)
-    last = mean_over_tasks(list(after.values()), chosen)
+        first = mean_over_tasks(list(before.values()))
+    last = mean_over_tasks(list(after.values()))
     return Measurement(name, first, last, compare_by_task(before, after))
 
 

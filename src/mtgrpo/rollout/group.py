@@ -157,6 +157,7 @@ async def _run_agent(
     late = TimeoutError(f"the agent took longer than agent.timeout_s={agent.timeout_s}")
     began, cut = time.perf_counter(), ""
     async with agent.endpoint.conversation(session, agent.posts_rewards) as address:
+        wanted = f"it must send them to {address.openai_url} (OPENAI_BASE_URL) or {address.url} (ANTHROPIC_BASE_URL)"
         try:
             outcome = await run_isolated(lambda: agent.run(copied(task), address), agent.timeout_s or None, late)
         except ConfigError:
@@ -165,6 +166,8 @@ async def _run_agent(
             if session.failure is not None:
                 raise session.failure from error
             cut = session.limit or (POLICY_ERROR if isinstance(error, PolicyError) else "")
+            if not session.counts["requests"] and "Connect" in type(error).__name__:  # of any client
+                raise RuntimeError(f"{explained(error)}; no request came: {wanted}") from error
             if not cut or error is late:
                 raise
             outcome = Outcome()
@@ -172,10 +175,7 @@ async def _run_agent(
         raise session.failure
     trajectory = session.trajectory
     if not session.counts["requests"]:
-        raise RuntimeError(
-            f"the agent ended without a request: it must send them to {address.openai_url} (OPENAI_BASE_URL) or "
-            f"{address.url} (ANTHROPIC_BASE_URL)"
-        )
+        raise RuntimeError(f"the agent ended without a request: {wanted}")
     if outcome.reward is not None:
         trajectory.given = None
         score = checked(Score(outcome.reward, outcome.components), trajectory, agent.run)

@@ -1,11 +1,12 @@
 """What is tried of the first demonstrations before a model is loaded, as a warm start would see them."""
 
 import asyncio
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
@@ -13,7 +14,7 @@ from mtgrpo.environments.tool_use import OutageError, ToolUse
 from mtgrpo.errors import ConfigError, TaskError
 from mtgrpo.parts import extension
 from mtgrpo.parts.extension import is_ours
-from mtgrpo.rewards import Score, scores
+from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls, written
 from mtgrpo.stages.trial import (
@@ -27,7 +28,7 @@ from mtgrpo.stages.trial import (
     left_to_the_run,
 )
 from mtgrpo.tasks import Split, TaskSource, demonstration
-from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Limits, Message, Sampling, Task, Trajectory
+from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Limits, Message, Sampling, Task, ToolSpec, Trajectory
 
 GRADED = 20  # demonstrations, some of which should be right
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
@@ -109,6 +110,30 @@ def _calls(shown: Shown) -> bool:
     return any(said.tool_calls for said in shown[1])
 
 
+def sent_otherwise(experiment: Experiment, played: Iterable[Trajectory]) -> list[str]:
+    """What to say where an agent sends other tools than those whose calls its warm start learned to write."""
+    if not (experiment.sft.steps and experiment.agent.active and type(experiment.environment) is ToolUse):
+        return []
+    learned = {tool.name: _described(tool) for tool in experiment.environment.tool_specs}
+    sent = {tool.name: _described(tool) for tool in next((one.tools for one in played if one.turns), ())}
+    if sent == learned:
+        return []
+    told = f"{', '.join(sent) or 'none'}, and environment.tools are {', '.join(learned) or 'none'}"
+    if sent.keys() == learned.keys():
+        name = next(name for name in sent if sent[name] != learned[name])
+        told = f"{sent[name]}, and environment.tools has {learned[name]}"
+    cure = "let these have the names, docstrings and arguments that it sends"
+    return [f"the agent sends other tools than its warm start learned to call: {told}; {cure}"]
+
+
+def _described(tool: ToolSpec) -> str:
+    """What a function gives of a tool: its name, arguments and docstring."""
+    schemas = cast("dict[str, dict[str, Any]]", tool.parameters.get("properties") or {})
+    known = ("type", "description", "enum")
+    arguments = {name: {key: schema[key] for key in known if key in schema} for name, schema in schemas.items()}
+    return f"{tool.name}({json.dumps(arguments, ensure_ascii=False)[1:-1]}) {tool.description.strip()!r}"
+
+
 def without_demonstrations(source: TaskSource) -> str:
     """Says that `source` gave none for MAX_WITHOUT tasks in a row."""
     name, cure = type(source).__name__, "set sft.steps=0 or choose a task that has demonstrations"
@@ -172,16 +197,7 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
     async with left_to_the_run():
         if reward.looks_for and not any(map(reward.answer, shown)):
             return [f"none of {_counted(len(shown))} has an answer where it is looked for: {reward.looks_for}"]
-        paid, failed = list[float](), list[str]()
-        for one in tried:
-            with suppress(*([TaskError] if in_rows else [])):  # the row lacks what a task has
-                (score,) = await scores(reward, [one])
-                if isinstance(score, Score):
-                    paid.append(score.total)
-                elif not isinstance(score.__cause__ or score, KeyError):  # so it does here
-                    failed.append(f"{one.task.id}: {extension.explained(score)}")
-            if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
-                break
+        paid, failed = await _graded(reward, tried, in_rows)
         if failed and own and in_rows:
             return [f"reward {name} fails for {len(failed)} of {_counted(len(failed) + len(paid))} tried: {failed[0]}"]
         if not known and in_rows:
@@ -194,6 +210,21 @@ async def _paid(experiment: Experiment, shown: Sequence[Trajectory]) -> list[str
             if isinstance(empty, Score) and empty.total >= reward.success_at:
                 return [f"reward {name} pays an empty answer {empty.total:g}, which is a success"]
     return []
+
+
+async def _graded(reward: Reward, tried: Sequence[Trajectory], in_rows: bool) -> tuple[list[float], list[str]]:
+    """What `reward` pays those of `tried` up to the first success, and where it fails."""
+    paid, failed = list[float](), list[str]()
+    for one in tried:
+        with suppress(*([TaskError] if in_rows else [])):  # the row lacks what a task has
+            (score,) = await scores(reward, [one])
+            if isinstance(score, Score):
+                paid.append(score.total)
+            elif not isinstance(score.__cause__ or score, KeyError):  # so it does here
+                failed.append(f"{one.task.id}: {extension.explained(score)}")
+        if paid and paid[-1] >= reward.success_at:  # it may ask somebody, who wants time or money
+            break
+    return paid, failed
 
 
 async def _play(experiment: Experiment, task: Task, messages: Sequence[Message], chat: Chat, graded: bool) -> list[str]:

@@ -13,10 +13,9 @@ from mtgrpo.config.experiment import Experiment, Form
 from mtgrpo.config.run_record import MEASURED
 from mtgrpo.errors import POLICY_ERROR, REFUSED, ConfigError, RunError
 from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table
-from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
-from mtgrpo.record.reading import AFTER, GREEDY, of_set, read_object
+from mtgrpo.record.reading import AFTER, BEFORE, GREEDY, of_set, read_object
 from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, write_summary, write_trajectories
 from mtgrpo.rewards import Reward
@@ -24,6 +23,7 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages.checks import EVAL_SEED
+from mtgrpo.stages.demonstrated import sent_otherwise
 from mtgrpo.stages.metrics import describe, describe_failures, share_that_varies
 from mtgrpo.stages.resume import differences, settings_of
 from mtgrpo.stages.run import Run, open_run
@@ -115,6 +115,8 @@ async def _measure(
             sampled = await _groups(runner, "eval", name, tasks, samples, counted)
             kept = write_trajectories(run.folder, of_set(file, name), sampled)
             run.sinks.tell(_notes(name, sampled, runner.reward, kept))
+            if file == BEFORE and not name:
+                run.sinks.tell(sent_otherwise(run.experiment, (t for group in sampled for t in group.valid)))
         with _outage_of(name, run):  # also where the other could not be: taken up again, all have their numbers
             greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
             write_trajectories(run.folder, of_set(GREEDY[file], name), greedy)
@@ -215,12 +217,11 @@ async def run_evaluation(experiment: Experiment, folder: Path) -> None:
         with _recorded(run) as (recorded, play):
             metrics, played = await _measure(recorded, AFTER, play)
         write_summary(folder, metrics)
-        interval = INTERVALS[experiment.eval.interval.value]
-        findings = {name: Findings.of(groups, run.runner.reward, interval) for name, groups in played.items()}
+        findings = {name: Findings.of(groups, run.runner.reward) for name, groups in played.items()}
         tools = control(played, run.runner.reward.success_at)
         path = folder / "evaluation.json"
         write_whole(path, strict_json(record(findings, tools), indent=2) + b"\n")
-        run.sinks.note(f"{table(findings, tools, experiment.eval.interval.value)}\nalso in {path}")
+        run.sinks.note(f"{table(findings, tools)}\nalso in {path}")
     if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
         raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 

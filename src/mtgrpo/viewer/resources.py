@@ -20,7 +20,7 @@ from typing import Any
 from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
-from mtgrpo.evaluation.statistics import INTERVALS, mean_over_tasks, wilson
+from mtgrpo.evaluation.statistics import mean_over_tasks
 from mtgrpo.record.reading import (
     AFTER,
     BEFORE,
@@ -165,7 +165,7 @@ def _success(run: RunRecord, name: str) -> list[float] | None:
     """Held-out success with its interval, as a report has them."""
     if not (outcomes := run.outcomes(name)):
         return None
-    found = mean_over_tasks(list(outcomes.values()), INTERVALS.get(run.settings.get("eval.interval", ""), wilson))
+    found = mean_over_tasks(list(outcomes.values()))
     return [found.mean, found.low, found.high]
 
 
