@@ -70,4 +70,4 @@ def test_an_agent_of_others_learns_the_calculator(name: str, tmp_path: Path) -> 
     """The recipe calculator, with its warm start, where the agent calls the tool."""
     words = ["agent=python", f"agent.function={AGENTS}:{name}", "agent.max_requests=6", "log=[jsonl]"]
     run("-m", "mtgrpo", "train", *words, f"hydra.run.dir={tmp_path}", timeout_s=7000)
-    assert json.loads((tmp_path / "summary.json").read_text())["after"]["eval/success"] >= 0.85
+    assert json.loads((tmp_path / "summary.json").read_text())["eval/success/after"] >= 0.85
