@@ -334,7 +334,7 @@ def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -
             [str(BIN / "mtgrpo"), "train", *WORDS, *words, "devices.rollout.num=7", f"hydra.run.dir={tmp_path}/none"],
             capture_output=True, text=True, timeout=400,
         )  # fmt: skip
-        (line,) = [line for line in refused.stderr.splitlines() if line.startswith("mtgrpo: ")]
+        *_, line = [line for line in refused.stderr.splitlines() if line.startswith("mtgrpo: ")]
         assert refused.returncode == 2 and line.startswith(
             "mtgrpo: cluster=ray: 1 to train and 7 to sample need 8 cores, and there are 3 cores, "
         )

@@ -22,7 +22,7 @@ from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.workers import LoopThread
 from mtgrpo.types import Task
 
-BLOCKED_S = 5.0  # an event loop that does not answer for so long begins no more conversations
+BLOCKED_S = 30.0  # an event loop that does not answer for so long begins no more conversations; imports take a while
 
 
 class Isolation(Enum):
