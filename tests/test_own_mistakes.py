@@ -633,6 +633,14 @@ def test_a_demonstration_longer_than_what_may_be_sampled_is_noted(run: Run, plac
     assert out.startswith("no fault found that stops a run (see the notes above), and nothing was run")
 
 
+def test_a_demonstration_of_more_turns_than_may_be_is_noted(run: Run, place: Path) -> None:
+    words = (*SMALL, "sft.steps=1", "environment.max_turns=1", "--dry-run")
+    code, _, err = run("train", *words)
+    told = "have more turns than environment.max_turns=1, as calculator/"
+    assert code == 0 and told in err and ": what imitates them is cut, which is no success; set it to " in err
+    assert "max_turns" not in run("train", *words, "environment.max_turns=8")[2]
+
+
 @pytest.mark.parametrize(
     ("answer", "reward", "said"),
     [

@@ -247,6 +247,12 @@ def calculator(expression: str) -> str:
     return expression
 
 class Mute(Tool): ...
+class Plain(Tool):
+    keys: int = 4
+
+    def __call__(self, cage: int) -> str:
+        """Opens a cage."""
+        return str(cage)
 class Unrelated: ...
 number = 3
 '''
@@ -294,6 +300,7 @@ def test_no_tools_is_no_error() -> None:
             {"calculator": {"digits": 3}},
             "the tool calculator has no setting 'digits'; its settings: max_length, max_digits",
         ),
+        ({"OWN:Plain": {"keys": 3}}, "has no setting 'keys'; its settings: none, and Plain lacks @dataclass"),
         ({"calculator": {"max_digits": "many"}}, "Value 'many' of type 'str' could not be converted to Integer"),
         ({"calculator": {"max_digits": 0}}, "the tool calculator: `max_digits` must be >= 1 and <= 1000, got 0"),
         ({"calculator": {"max_length": 0}}, "the tool calculator: `max_length` must be >= 1, got 0"),

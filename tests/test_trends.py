@@ -99,6 +99,7 @@ def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:
     assert "choose easier tasks, more worked examples (task.examples)" in said and "harder" not in said
     solved = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0, TRAINED: 1.0})
     assert "choose harder tasks, a reward" in solved and "easier" not in solved
+    assert "whether the reward pays" in said and "whether the reward pays" not in solved
     assert not in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 2.0}) and not in_vain({"train/steps": 0.0})
 
 

@@ -153,14 +153,19 @@ def _no_room(experiment: Experiment, lengths: Sequence[int]) -> list[str]:
 
 
 def _cut(experiment: Experiment, shown: Sequence[Shown], chat: Chat) -> list[str]:
-    """What to say where turns of demonstrations have more tokens than the policy may sample."""
-    most, lengths = experiment.sampling.max_new_tokens, list[tuple[int, str]]()
-    for task, messages in shown:
-        said = [one for one in messages if one.role == "assistant" and one.name != SUMMARY]
-        lengths.append((max((len(chat.encode(one)) for one in said), default=0), task.id))
-    (longest, name), count = max(lengths), sum(length > most for length, _ in lengths)
-    told = f"of {_counted(len(shown))} {count} have turns longer than sampling.max_new_tokens={most}, as {name}"
-    return [f"{told}: what imitates them is cut, which is no success; set it to {longest} or higher"] if count else []
+    """What to say where demonstrations have longer turns, or more of them, than the policy may sample."""
+    spoken = {task.id: [m for m in messages if m.role == "assistant" and m.name != SUMMARY] for task, messages in shown}
+    lengths = [(max((len(chat.encode(one)) for one in said), default=0), name) for name, said in spoken.items()]
+    limits = [("turns longer than sampling.max_new_tokens", experiment.sampling.max_new_tokens, lengths)]
+    if not experiment.agent.active:
+        turns = [(len(said), name) for name, said in spoken.items()]
+        limits.append(("more turns than environment.max_turns", experiment.environment.max_turns, turns))
+    whose, why = f"of {_counted(len(shown))}", "what imitates them is cut, which is no success"
+    return [
+        f"{whose} {count} have {what}={most}, as {max(found)[1]}: {why}; set it to {max(found)[0]} or higher"
+        for what, most, found in limits
+        if (count := sum(number > most for number, _ in found))
+    ]
 
 
 def _lacking(task: Task, messages: Sequence[Message]) -> str:

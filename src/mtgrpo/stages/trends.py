@@ -50,7 +50,8 @@ def _more_variance(success: float, examples: str = "task.examples") -> str:
     """What makes the rewards of a group differ, where this is the share that succeeds; examples: how more are shown."""
     start = "another start (sft.steps, model.name)"
     tasks = "harder tasks" if success > 0.5 else f"easier tasks, more worked examples ({examples}), {start}"
-    return f"{tasks}, a reward with more levels, or rollout.group_size higher"
+    unpaid = "" if success else "; or see by `mtgrpo show` whether the reward pays what is right"
+    return f"{tasks}, a reward with more levels, or rollout.group_size higher{unpaid}"
 
 
 @dataclass
