@@ -38,6 +38,8 @@ FIND = ToolSpec("find_row", "The row.", {"type": "object", "properties": {"guest
         ([FIND], ""),
         ([dataclasses.replace(FIND, parameters={**FIND.parameters, "additionalProperties": False})], ""),
         ([], "none, and environment.tools are find_row"),
+        ([dataclasses.replace(FIND, parameters={"properties": {"guest": True}})], 'find_row("guest": true) '),
+        ([dataclasses.replace(FIND, parameters={"properties": ["guest"]})], 'find_row("guest") '),
         ([dataclasses.replace(FIND, name="find")], "find, and environment.tools are find_row"),
         (
             [dataclasses.replace(FIND, description="Where?")],

@@ -398,7 +398,7 @@ def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pyte
     keep_conversations(tmp_path)
     out = exported(path, "hf", tmp_path / "out")
     assert "OPTIONS" not in (out / "tools.py").read_text()
-    assert "In its training an agent answered" in (out / "README.md").read_text()
+    assert "In its training an agent answered them: let that agent ask" in (out / "README.md").read_text()
     said = "its tools.py answers no call yet: write what `use` gives, as your agent does, which has the tools\n"
     assert capsys.readouterr().out.endswith(said)
 

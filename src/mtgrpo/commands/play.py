@@ -58,8 +58,7 @@ class _Person(Environment):
         calls = [f"-> {call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls]
         _show("model", "\n".join(filter(None, [message.reasoning, message.content, *calls])))
         if self.answers and calls:
-            called = [call.name for call in message.tool_calls]
-            told = [Message("tool", await self.keyboard.ask(name), name=name) for name in called]
+            told = [Message("tool", await self.keyboard.ask(one.name), name=one.name) for one in message.tool_calls]
             return Reply(tuple(told), done=self.keyboard.left)
         reply = await self.world.step(message)
         for answer in reply.messages:

@@ -120,7 +120,8 @@ def built(what: str, kind: type[T], settings: Mapping[str, Any]) -> T:
         config = OmegaConf.structured(kind)
         if unknown := [key for key in settings if key not in config]:
             known = ", ".join(str(key) for key in config) or "none"
-            lacks = f", and {kind.__name__} lacks @dataclass" * (unknown[0] in vars(kind).get("__annotations__", {}))
+            plain = unknown[0] in kind.__annotations__ and "__dataclass_fields__" not in vars(kind)
+            lacks = f", and {kind.__name__} lacks @dataclass" if plain else ""
             raise ConfigError(f"the {what} has no setting {unknown[0]!r}; its settings: {known}{lacks}")
         return cast(T, OmegaConf.to_object(OmegaConf.merge(config, dict(settings))))
     except ConfigError as error:  # names of its own fields stand in backticks

@@ -128,9 +128,10 @@ def sent_otherwise(experiment: Experiment, played: Iterable[Trajectory]) -> list
 
 def _described(tool: ToolSpec) -> str:
     """What a function gives of a tool: its name, arguments and docstring."""
-    schemas = cast("dict[str, dict[str, Any]]", tool.parameters.get("properties") or {})
-    known = ("type", "description", "enum")
-    arguments = {name: {key: schema[key] for key in known if key in schema} for name, schema in schemas.items()}
+    arguments, known = tool.parameters.get("properties") or {}, ("type", "description", "enum")
+    if isinstance(arguments, dict):
+        schemas = cast("dict[str, Any]", arguments).items()  # the values of which may be true or false
+        arguments = {n: {key: s[key] for key in known if key in s} if isinstance(s, dict) else s for n, s in schemas}
     return f"{tool.name}({json.dumps(arguments, ensure_ascii=False)[1:-1]}) {tool.description.strip()!r}"
 
 
