@@ -144,7 +144,7 @@ def test_where_greedy_answers_were_as_good_before_nothing_new_was_learned() -> N
     names = ("greedy", "success", "pass@4")
     summary = dict(zip((f"eval/{name}/before" for name in names), (0.9, 0.2, 0.45), strict=True)) | {"eval/tasks": 200}
     summary |= dict(zip((f"eval/{name}/after" for name in names), (1.0, 0.9, 1.0), strict=True))
-    said = "\nmostly sharpening: sampled answers came up to greedy ones, as good before as those now (sampled +0.700, "
+    said = "\nmostly sharpening: sampled answers came nearer to greedy ones, which were as good before (sampled +0.700"
     assert said in what_was_learned(summary, 4, lr=3e-4)
     assert "\nlearned what 4 tries did not find before" in what_was_learned(
         summary | {"eval/greedy/before": 0.8}, 4, 1.0

@@ -147,7 +147,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> s
     elif not tried or gains[best] < -least[best]:  # which is told below
         verdict = ""
     elif found["greedy"][0] >= found["sampled"][1]:
-        verdict = f"\nmostly sharpening: sampled answers came up to greedy ones, as good before as those now ({rose})"
+        verdict = f"\nmostly sharpening: sampled answers came nearer to greedy ones, which were as good before ({rose})"
     elif gains[best] < gains["sampled"] / 2 - (chance[best] if found[best][0] < 1 else 0.0):
         verdict = f"\nmostly sharpening: one try now finds what took {samples} tries before ({rose})"
     elif gains[best] < max(chance[best], gains["sampled"] / 2):

@@ -383,7 +383,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
 
 
 def columns_of(row: Row) -> str:
-    """The columns of a row, nested ones by their dotted path."""
+    """The columns of a row, nested ones last, by their dotted path."""
     nested = ((name, cast("Any", value) if isinstance(value, Mapping) else {}) for name, value in row.items())
     names = [f"{name}.{part}" if part else name for name, parts in nested for part in parts or [""]]
     return f"the columns are {', '.join(sorted(names, key=lambda name: '.' in name)) or 'none'}"
