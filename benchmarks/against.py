@@ -3,9 +3,10 @@
     python benchmarks/against.py ba36c60 versus_trl.2m_280 forest
 
 A name is a benchmark or one of its cases: a whole training step (versus_trl), a rollout, forward and backward of one
-batch (forest, condensation), all with 2.2 M weights. Each commit runs its own src and benchmarks, in processes with as
-many threads as it chooses (OMP_NUM_THREADS=1: both one); training steps begin from the same weights. What is here need
-not be committed. "tokens" is what the steps trained, old / here: where it is 1 their seconds compare.
+batch (forest, condensation), with 2.2 M weights, or 30 M where it says 30m. Each commit runs its own src and
+benchmarks, in processes with as many threads as it chooses (OMP_NUM_THREADS=1: both one); training steps begin from the
+same weights. What is here need not be committed. "tokens" is what the steps trained, old / here: where it is 1 their
+seconds compare.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gate import wait
 from sides import HERE, Side, Step
 
 CASES = {
-    "versus_trl": ["2m_280", "2m_1000"],
+    "versus_trl": ["2m_280", "2m_1000", "30m_280"],
     "rollout": ["multi_turn", "single_turn"],
     "forest": ["A", "B", "C", "D"],
     "condensation": ["g1_0.5", "g1_4", "g8_0.5", "g8_4"],
