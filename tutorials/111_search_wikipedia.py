@@ -20,11 +20,7 @@ PASSAGES = [
         "Ada Lovelace (1815 to 1852) wrote the first program, for the Analytical Engine of Charles Babbage.",
     ),
     ("alan", "Alan Turing", "Alan Turing (1912 to 1954) described the universal machine and helped to break Enigma."),
-    (
-        "grace",
-        "Grace Hopper",
-        "Grace Hopper (1906 to 1992) wrote one of the first compilers and found a moth in a relay.",
-    ),
+    ("grace", "Grace Hopper", "Grace Hopper (1906 to 1992) wrote one of the first compilers and found a moth."),
     (
         "engine",
         "Analytical Engine",
@@ -55,14 +51,17 @@ file(
     """
 import asyncio
 import sys
+from pathlib import Path
 
 from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.parts import RunContext
 from mtgrpo.types import Message, Task, ToolCall
 
 
 async def ask(*queries):
     environment = ToolUse(tools={"search": {"corpus": "passages.jsonl", "results": 2}})
-    async with environment.open(None) as opened, opened.conversation(Task("by hand", ())) as (playing, _):
+    context = RunContext(Path(), print, {})
+    async with environment.open(context) as opened, opened.conversation(Task("by hand", ())) as (playing, _):
         for query in queries:
             call = ToolCall("search", {"query": query})
             reply = await playing.step(Message("assistant", tool_calls=(call,)))
