@@ -653,7 +653,7 @@ async def test_every_screen_of_a_real_run_is_opened_filtered_hovered_and_linked(
         await page.shown("/curves/0")
         await page.value(CHOOSE % ("input[type=search]", "eval/success", "input"))
         assert await page.value("document.querySelectorAll('figure').length") == 1
-        await page.value("document.querySelectorAll('.files a')[2].click()")  # behind the evaluations the first step
+        await page.value("document.querySelector('.files a[href$=step_000001]').click()")
         await page.shown("/r/0/step_000001")
 
         await page.screen(step)
@@ -686,7 +686,7 @@ async def test_every_screen_of_a_real_run_is_opened_filtered_hovered_and_linked(
             await page.until("/\\/c\\/\\d+$/.test(location.hash) && !document.querySelector('.busy')")
         held_out = Runs([tmp_path / "run"]).read("0/evaluation_after/list")["rows"][0]["task"]
         await page.screen("/r/0/task/" + quote(held_out, safe=""))
-        assert await page.value(rows) == 2  # before and after
+        assert await page.value(rows) == 4  # sampled and greedy, before and after
         said = "document.querySelector('.said').textContent"
         before = await page.value(said)
         await page.value(CHOOSE % (".panel select", "evaluation_after/0", "change"))
