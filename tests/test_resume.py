@@ -367,8 +367,9 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(journal.Journal, "begin", looked)
     words = ["trainer.steps=3001", "trainer.idle_steps=0", "sft.steps=0", "eval.every_steps=0"]
     ran(tmp_path, *words, "checkpoint.every_steps=100")
-    print(f"resident memory after 500 steps {resident[500]} KiB, after 3,000 {resident[3000]} KiB")
-    assert resident[3000] - resident[500] < 50 * 1024, "20 KiB a step"
+    # After 1,400 steps the policy says as much as it may; before, conversations grow with what it learns.
+    print(f"resident memory after 1,500 steps {resident[1500]} KiB, after 3,000 {resident[3000]} KiB")
+    assert resident[3000] - resident[1500] < 15 * 1024, "10 KiB a step"
 
 
 # --- endings
