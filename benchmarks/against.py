@@ -102,7 +102,7 @@ def compare(benchmark: str, case: str, trees: dict[str, Path], repeats: int) -> 
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
         for name, tree in trees.items():
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
             search = os.pathsep.join(map(str, (tree / "src", tree / "benchmarks", HERE)))  # its own before ours
             command = ["-P", __file__, "--serve", benchmark, case, str(repeats), weights, str(folder)]
             sides[name] = stack.enter_context(Side(name, command, folder, PYTHONPATH=search))
