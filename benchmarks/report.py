@@ -119,7 +119,7 @@ def rollout() -> str:
 
 def versus_trl() -> str:
     """Whole steps against TRL."""
-    _, detail = read("versus_trl")
+    ratios, detail = read("versus_trl")
 
     def cell(side: dict[str, Any] | None) -> str:
         if side is None:
@@ -129,7 +129,8 @@ def versus_trl() -> str:
     rows: list[list[str]] = []
     for name, label in CASES.items():
         by = detail[name]
-        times = [f"{by[side]['seconds'] / by['ours']['seconds']:.1f}" for side in ("trl", "trl_best") if side in by]
+        keys = (f"versus_trl.{name}", f"versus_trl.{name}_best")
+        times = [f"{ratios[key]:.1f}" for key in keys if key in ratios]
         memory = " / ".join(
             f"{by[side]['memory_bytes'] / 2**20:,.0f}" for side in ("ours", "trl", "trl_best") if side in by
         )
@@ -140,14 +141,15 @@ def versus_trl() -> str:
 
 def versus_trl_135m() -> str:
     """Whole steps of a real model against TRL."""
-    _, cases = read("versus_trl_135m")
+    ratios, cases = read("versus_trl_135m")
     rows: list[list[str]] = []
-    for detail in (found for found in cases.values() if isinstance(found, dict)):
+    for name, detail in ((name, found) for name, found in cases.items() if isinstance(found, dict)):
+        against = {"trl": f"versus_trl.{name}", "trl_best": f"versus_trl.{name}_best"}
         sides = {"ours": "mtgrpo", "trl": "TRL", "trl_best": f"TRL, {detail['rows']} rows a micro-batch"}
         for side, label in sides.items():
             by = detail[side]
             times = [f"{by[part]:.1f} s" for part in ("seconds", "rollout_s", "train_s")]
-            ratio = "" if side == "ours" else f"{by['seconds'] / detail['ours']['seconds']:.1f}"
+            ratio = f"{ratios[against[side]]:.1f}" if side in against else ""
             memory = f"{by['peak_bytes'] / 2**30:.1f} GiB"
             rows.append([f"{detail['prompt_tokens']:.0f}", label, *times, ratio, memory, str(len(by["every_step_s"]))])
     return table(["prompt", "", "a step", "rollouts", "training", "of ours", "peak memory", "steps"], rows)
