@@ -471,8 +471,12 @@ def test_a_table_without_results_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     detail = {"rows": 8, "prompt_tokens": 139.5, "ours": side | {"seconds": 17.0}} | dict.fromkeys(
         ("trl", "trl_best"), side | {"seconds": 340.0}
     )
-    (tmp_path / "versus_trl_135m.json").write_text(json.dumps({"ratios": {}, "detail": {"135m": detail, "threads": 2}}))
-    assert "| 140 | TRL | 340.0 s | 8.0 s | 9.0 s | 20.0 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
+    measured = {
+        "ratios": {"versus_trl.135m": 19.9, "versus_trl.135m_best": 9.9},
+        "detail": {"135m": detail, "threads": 2},
+    }
+    (tmp_path / "versus_trl_135m.json").write_text(json.dumps(measured))
+    assert "| 140 | TRL | 340.0 s | 8.0 s | 9.0 s | 19.9 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
 
 
 def test_unseen_seeds_are_added_and_the_worst_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
