@@ -240,6 +240,13 @@ def solve(task, address):
     assert (trajectory.reward, trajectory.turn_rewards) == (1.0, [0.0, 0.5])
 
 
+def test_a_reward_for_what_says_that_the_budget_is_used_up_has_no_effect(tmp_path: Path) -> None:
+    code = "def solve(task, address):\n    return {ask(address, str(turn))['id']: 0.5 for turn in range(4)}\n"
+    trajectory = one(Python(function=written(tmp_path, code), max_requests=2), tmp_path)
+    assert (trajectory.status, trajectory.reason) == (Status.TRUNCATED, "max_requests")
+    assert trajectory.turn_rewards == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -517,8 +524,7 @@ def first(trajectory):
         assert texts == [scripts[number] for number in expected]
         assert len(trajectory.turns) + len(trajectory.untrained) == 3
         assert trajectory.counts["auxiliary"] == 1
-        if train != f"{function.rpartition(':')[0]}:first":
-            assert trajectory.reward == 1.0  # by the last message of the main conversation
+        assert (trajectory.reward, trajectory.final) == (1.0, "#### 391")  # the last of the main conversation
 
 
 # --- settings

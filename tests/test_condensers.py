@@ -153,6 +153,11 @@ def test_drop_oldest_leaves_room_to_grow_into() -> None:
     assert len(condensed(DropOldest(fill=0.5), long, 100)) == 2 * 5
 
 
+def test_the_newest_step_stays_though_it_is_longer_than_the_share() -> None:
+    assert condensed(DropOldest(fill=0.5), STEPS, 9) == ["third", "cccc"]
+    assert condensed(DropOldest(fill=0.5), STEPS, 8) == []
+
+
 def test_truncate_tools_cuts_old_replies_and_nothing_else() -> None:
     long = [step("a" * 50, "b" * 50), step("c", "d" * 7), step("e", "f" * 50)]
     found = condensed(TruncateTools(max_reply_chars=5, keep_last_n_steps=1), long)
@@ -199,6 +204,24 @@ def test_keep_last_in_a_conversation() -> None:
     assert asked[3] == opened(call, pages[2])
     assert [trajectory.context(i) for i in range(4)] == asked
     assert trajectory.segments == 3
+
+
+def test_a_message_that_was_answered_by_nothing_stays_too() -> None:
+    @dataclass
+    class Listens(Pages):
+        async def step(self, message: Message) -> Reply:
+            return Reply() if message.content == "well" else await super().step(message)
+
+    engine = ScriptedEngine(lambda _, turn: said(["well", CALL, "done"][turn]))
+
+    async def run() -> None:
+        async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
+            environment, condenser = Listens(pages=["one"]), KeepLast(keep_last_n_steps=5)
+            await run_rollout(TASK, environment, chat(), sample, Sampling(max_new_tokens=60), WIDE, condenser)
+
+    asyncio.run(run())
+    page = Message("tool", "one", name="next")
+    assert engine.asked[2][1] == opened(chat().parse(said("well")), chat().parse(said(CALL)), page)
 
 
 def test_a_summary_is_a_turn_that_is_trained() -> None:

@@ -549,6 +549,28 @@ async def test_what_is_wrong_is_told_in_the_words_of_the_dialect() -> None:
         assert (await client.get(f"{address.openai_url}/models")).json()["data"][0]["id"] == "policy"
 
 
+async def test_a_conversation_whose_end_is_cancelled_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = asyncio.Event()
+
+    async def close() -> None:
+        ending.set()
+        await asyncio.sleep(60)
+
+    async with served(scripted("yes")) as (*_, endpoint):
+        other, there = session(scripted()), len(endpoint._sessions)
+        monkeypatch.setattr(other, "close", close)
+
+        async def ends() -> None:
+            async with endpoint.conversation(other):
+                pass
+
+        task = asyncio.create_task(ends())
+        await ending.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and len(endpoint._sessions) == there
+
+
 async def test_tokens_are_counted_exactly() -> None:
     async with served(scripted("yes")) as (address, of, client, _):
         headers = {"x-api-key": address.key}

@@ -8,6 +8,12 @@ from typing import cast
 
 import pytest
 
+from mtgrpo.advantages import AdvantageEstimator, varies
+from mtgrpo.advantages.gigpo import GiGPO
+from mtgrpo.advantages.return_to_go import ReturnToGo
+from mtgrpo.advantages.rewards import comparable
+from mtgrpo.advantages.trajectory import WholeTrajectory
+from mtgrpo.advantages.turn import ByTurn
 from mtgrpo.algorithms import Truncated
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.errors import ConfigError
@@ -15,7 +21,7 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import Filter, RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream
-from mtgrpo.types import Group, Message, Status, Task, Trajectory
+from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 FAILED, TRUNCATED = Status.FAILED, Status.TRUNCATED
 
@@ -24,12 +30,32 @@ def group(*rewards: float, statuses: dict[int, Status] | None = None, name: str 
     task = Task(name, (Message("user", "?"),))
     statuses = statuses or {}
     return Group(
-        task, [Trajectory(task, i, reward=r, status=statuses.get(i, Status.COMPLETED)) for i, r in enumerate(rewards)]
+        task,
+        [
+            Trajectory(task, i, turns(1), status=statuses.get(i, Status.COMPLETED), reward=r)
+            for i, r in enumerate(rewards)
+        ],
     )
 
 
-def kept(settings: Filter, one: Group, algorithm: GRPO | None = None) -> bool:
-    return not settings.refuses(one, 1.0, (algorithm or GRPO()).shaped_reward)
+def turns(count: int) -> list[Turn]:
+    return [Turn([1], [2], [-1.0], [0], Finish.STOP, Message("assistant", "")) for _ in range(count)]
+
+
+def paid(outcome: float, *of_turns: tuple[float, ...]) -> Group:
+    """Siblings of one outcome, whose turns are paid."""
+    one = group(*[outcome] * len(of_turns))
+    for trajectory, amounts in zip(one.trajectories, of_turns, strict=True):
+        trajectory.turns, trajectory.turn_rewards = turns(len(amounts)), list(amounts)
+    return one
+
+
+def kept(
+    settings: Filter, one: Group, algorithm: GRPO | None = None, estimator: AdvantageEstimator | None = None
+) -> bool:
+    chosen, by = algorithm or GRPO(), estimator or WholeTrajectory()
+    (compared,) = comparable([one], chosen)
+    return not settings.refuses(compared, 1.0, lambda siblings: varies(siblings, by, chosen))
 
 
 def test_without_a_filter_everything_is_trained() -> None:
@@ -60,6 +86,29 @@ def test_rewards_of_turns_are_a_difference_too() -> None:
     one = group(1, 1)
     one.trajectories[0].turn_rewards = [0.5]
     assert kept(Filter(zero_variance=True), one)
+
+
+@pytest.mark.parametrize(
+    ("one", "teaches"),
+    [  # by the estimators below
+        (paid(0, (0, 0), (0, 0, 0), (0, 0, 0, 0)), (False, False, False, False, False)),  # wrong, of any length
+        (paid(1, (0, 0), (0, 0, 0), (0, 0, 0, 0)), (False, False, True, False, True)),  # sooner is better, discounted
+        (paid(0, (1, 0), (0, 1), (1, 0)), (False, True, True, True, True)),  # the same sum, in another order
+        (paid(0, (1, 0), (0, 0), (1, 0)), (True, True, True, True, True)),
+    ],
+)
+def test_a_group_is_left_out_where_all_its_advantages_are_zero(one: Group, teaches: tuple[bool, ...]) -> None:
+    estimators = (WholeTrajectory(), ReturnToGo(), ReturnToGo(gamma=0.9), ByTurn(), GiGPO())
+    assert tuple(kept(Filter(zero_variance=True), one, estimator=by) for by in estimators) == teaches
+
+
+def test_a_penalised_group_is_worth_what_training_makes_of_it() -> None:
+    one = paid(0, (1, 0), (0, 0), (2, 0))
+    for trajectory in one.trajectories:
+        trajectory.status = TRUNCATED
+    assert not kept(Filter(zero_variance=True), one, GRPO(truncated=Truncated.penalise))
+    assert not kept(Filter(zero_variance=True), one, GRPO(truncated=Truncated.mask))
+    assert kept(Filter(zero_variance=True), one, GRPO(truncated=Truncated.keep))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +146,9 @@ def batches(count: int, most: int, staleness: int = 0) -> list[RolloutBatch]:
     async def play() -> list[RolloutBatch]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
         settings = RolloutSettings(prompts_per_step=4, max_staleness=staleness)
-        refuses = Filter(zero_variance=True).refuses
 
         def chosen(one: Group) -> bool:
-            return not refuses(one, 1.0, GRPO().shaped_reward)
+            return kept(Filter(zero_variance=True), one)
 
         stream = Stream(cast(RolloutRunner, Dealer()), tasks, settings, chosen, most)
         found = [await stream.batch(version) for version in range(count)]
@@ -141,5 +189,5 @@ def test_a_refill_ends() -> None:
     [(group(1, 1), "rewards are all equal"), (group(0, 0, 0, 1), "too hard"), (group(1, 1, 1, 0), "too easy")],
 )
 def test_why_a_group_is_left_out_is_said(one: Group, said: str) -> None:
-    found = Filter(zero_variance=True, min_success=0.3, max_success=0.6).refuses(one, 1.0, GRPO().shaped_reward)
-    assert said in found
+    chosen = Filter(zero_variance=True, min_success=0.3, max_success=0.6)
+    assert said in chosen.refuses(one, 1.0, lambda siblings: varies(siblings, WholeTrajectory(), GRPO()))

@@ -76,6 +76,7 @@ def test_xml_values_have_the_types_of_the_schema() -> None:
         ({"$ref": "#/$defs/Nowhere/x"}, "1", "1"),
         ({"$ref": "#/$defs/Loop"}, "1", "1"),
         (True, "5", "5"),
+        ({"type": None, "anyOf": None, "oneOf": None}, "5", "5"),  # as some clients send what they leave out
         ({}, "5", "5"),
         ({"type": "object"}, "  no JSON ", "  no JSON "),
         ({"type": "array"}, 150 * "[" + 150 * "]", 150 * "[" + 150 * "]"),  # too deep for what would render it
@@ -89,6 +90,11 @@ def test_an_xml_value_is_what_its_schema_allows(schema: Any, text: str, value: A
     written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     (call,) = XmlTags().parse(written, {"f": parameters}).calls
     assert repr(call.arguments["a"]) == repr(value)
+
+
+def test_an_xml_call_of_a_tool_whose_schema_names_no_properties() -> None:
+    (call,) = XmlTags().parse(XmlTags().write([ToolCall("f", {"a": "5"})]), {"f": {"properties": None}}).calls
+    assert call.arguments == {"a": "5"}
 
 
 def test_tags_inside_strings_do_not_end_a_call() -> None:

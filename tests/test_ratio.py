@@ -20,6 +20,7 @@ from mtgrpo.algorithms.gmpo import GMPO
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.gspo import GSPO
 from mtgrpo.algorithms.kl import KL, Estimator
+from mtgrpo.policy.settings import Updates
 from mtgrpo.policy.updater import UpdateConfig
 from mtgrpo.types import Trajectory
 from test_updater import ALGORITHMS, NAMES, TRAJECTORIES, estimator_for, updates
@@ -154,6 +155,13 @@ def test_an_update_survives_far_tokens(algorithm: Algorithm, apart: float) -> No
     assert math.isfinite(metrics["loss"])
     assert all(value.isfinite().all() for value in gradient.values())
     assert max(value.abs().max().item() for value in gradient.values()) < 10
+
+
+@pytest.mark.parametrize("apart", [400.0, -800.0])
+def test_a_second_update_survives_where_all_tokens_are_far(apart: float) -> None:
+    learning = replace(against_the_engine(GRPO()), updates=Updates(1, 2))
+    _, _, metrics = updates(learning, strange(99, apart))
+    assert metrics["updates"] == 8 and 0 < metrics["ess"] <= 1
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(), CISPO(), DPPO()])

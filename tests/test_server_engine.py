@@ -38,6 +38,7 @@ from mtgrpo.model.settings import DType, LoRA, Quantization
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.parallel.placement import Placement
+from mtgrpo.runtime import isolation
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 from test_memory import named, row
@@ -367,7 +368,32 @@ def test_a_server_that_is_lost_while_it_takes_weights_begins_anew(tmp_path: Path
     asyncio.run(run())
 
 
-def test_a_server_of_the_local_engine_that_shares_a_gpu_sleeps_and_wakes(tmp_path: Path) -> None:
+def test_a_server_that_never_proves_its_weights_is_lost(tmp_path: Path) -> None:
+    async def run() -> None:
+        settings = Server(url=["http://127.0.0.1:1"], sync=Sync.none, start_timeout_s=0.05)
+        engine = settings.start(ModelWeights(load_model(ModelSettings("tiny"), 0)), True, 64, tmp_path)
+        (replica,) = engine._replicas
+
+        async def at_once(*_: object, **__: object) -> None:
+            pass
+
+        async def never(*_: object) -> list[dict[int, float]]:
+            await asyncio.sleep(60)
+            return []
+
+        replica.reset_cache, replica.label, replica.likeliest = at_once, at_once, never  # type: ignore
+        engine._proof = SimpleNamespace(version=1, tokens=[], check=None)  # type: ignore
+        with pytest.raises(LostError, match="gave no proof of its weights within"):
+            await engine._update(replica)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_of_the_local_engine_that_shares_a_gpu_sleeps_and_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "MAX_ABANDONED_THREADS", 0)  # tools that hang are no concern of weights
     model = load_model(ModelSettings("tiny"), 0)
 
     async def run() -> None:

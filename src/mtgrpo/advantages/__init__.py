@@ -9,10 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.rewards import Rewards, rewards_of
 from mtgrpo.algorithms import Algorithm, Baseline, PerToken, Tensor, Tokens
 from mtgrpo.errors import Bounded, ConfigError
 from mtgrpo.parts.extension import misgiven
+from mtgrpo.types import Group
+
+LEAST_ADVANTAGE = 1e-9  # that is not rounding
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,27 @@ def advantages(
     advantage = assigned.advantage.new_zeros(len(assigned.advantage))
     advantage[trained] = algorithm.normalise(assigned.advantage[trained])
     return replace(assigned, advantage=advantage)
+
+
+def varies(group: Group, estimator: AdvantageEstimator, algorithm: Algorithm) -> bool:
+    """Whether `group`, of which none failed, teaches anything: whether a token that is trained has an advantage.
+
+    Where siblings are not compared or a critic gives the baseline: whether the sums of their rewards differ.
+    """
+    import torch  # noqa: PLC0415  settings alone import no library
+
+    turns = [
+        (number, place, len(turn.output))
+        for number, t in enumerate(group.trajectories)
+        for place, turn in enumerate(t.turns)
+    ]
+    trajectory, turn, tokens = torch.tensor(turns, dtype=torch.long).view(-1, 3).unbind(1)
+    token = trajectory.repeat_interleave(tokens), turn.repeat_interleave(tokens)
+    rewards = estimator.weigh(rewards_of([group], algorithm, *token))
+    seen = rewards.totals() - rewards.totals()[:1]
+    if algorithm.compares_siblings and not algorithm.has_critic:
+        seen = estimator.assign(rewards, algorithm).advantage[rewards.of_tokens(rewards.trained)]
+    return bool((seen.abs() > LEAST_ADVANTAGE).any())
 
 
 def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:

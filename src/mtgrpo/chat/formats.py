@@ -135,7 +135,7 @@ class XmlTags(Tagged):
             raise Malformed("the tool call has no name")
         arguments: dict[str, Any] = {}
         schema = schemas.get(name, {})
-        properties: Mapping[str, Any] = schema.get("properties", {})
+        properties: Mapping[str, Any] = schema.get("properties") or {}
         while parameter := _PARAMETER.match(text, end):
             key = parameter.group(1)
             key = key if key in properties else key.strip()
@@ -252,8 +252,8 @@ def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         for key in reference.split("/")[1:]:
             target = cast("Mapping[str, Any]", target).get(key) if isinstance(target, Mapping) else None
         return _types(target, {})
-    said: Any = schema.get("type", ())
+    said: Any = schema.get("type") or ()
     types = {said} if isinstance(said, str) else set(said)
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         types |= _types(branch, root)
     return frozenset(types or {"string"})

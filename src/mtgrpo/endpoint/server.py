@@ -64,8 +64,10 @@ class Endpoint:
         try:
             yield Address(self.url, self._key(SAMPLES, name), rewards_key=rewards_key)
         finally:
-            await session.close()
-            del self._sessions[name]
+            try:
+                await session.close()
+            finally:
+                del self._sessions[name]
 
     def _key(self, kind: str, name: str) -> str:
         sign = hmac.new(self._secret, _bytes(f"{kind}-{name}"), hashlib.sha256).hexdigest()

@@ -205,7 +205,11 @@ class AgentSession:
         chosen = trains(trajectory)
         if len(chosen) != len(delivered):
             raise ValueError(f"agent.train gave {len(chosen)} answers for {len(delivered)} turns; give one for each")
+        heard = itertools.compress(trajectory.turns, delivered)
+        *_, said = "", *(turn.message.content for turn in heard if not turn.auxiliary)
         keep(trajectory, [has and bool(wanted) for has, wanted in zip(delivered, chosen, strict=True)])
+        if trajectory.final != said:  # the last reply, which is not trained, is scored all the same
+            trajectory.output = trajectory.output or said
         trajectory.counts = {name: float(number) for name, number in self.counts.items()}
         return trajectory
 
@@ -236,7 +240,9 @@ class AgentSession:
             await asyncio.wait([other.work for other in self._reserved], return_when=asyncio.FIRST_COMPLETED)
         if self._exhausted_limit():
             self.counts["budget_stops"] += 1
-            return TurnReply(Message("assistant", USED_UP), id=reply_id)
+            message = Message("assistant", USED_UP)
+            self._turns[reply_id] = Turn([], [], [], [], Finish.STOP, message)  # paying for it has no effect
+            return TurnReply(message, id=reply_id)
         self.counts["requests"] += 1
         context = self._context(exchange)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.engines.server.replica import FINISHES, HEAT, Answered, LostError, Replica
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, Answered, LostError, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.types import Sampling
 
@@ -49,7 +49,7 @@ class SGLang(Replica):
         return meta
 
     async def abort(self) -> None:
-        await self.ask("POST", "/abort_request", {"abort_all": True})
+        await self.ask("POST", "/abort_request", {"abort_all": True}, ANSWER_TIMEOUT_S)
 
     async def reload(self, folder: Path) -> None:
         """See `Replica.reload`; the caches are flushed with it."""

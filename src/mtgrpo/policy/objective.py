@@ -11,7 +11,7 @@ from mtgrpo.advantages import advantages
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.correction import OldPolicy, diagnostics, interpolate
-from mtgrpo.algorithms.grpo import is_clamped
+from mtgrpo.algorithms.grpo import is_clamped, ratio_of
 from mtgrpo.algorithms.kl import Estimator, Place, estimate
 from mtgrpo.batch.forest import Batch
 from mtgrpo.errors import RunError
@@ -189,7 +189,7 @@ class Objective:
             loss = loss + value_loss
             metrics["value_loss"] = value_loss.detach() * self._share.to(value_loss)
         if not self._first:
-            ratio = tokens.log_ratio.detach().exp()
+            ratio = ratio_of(tokens.log_ratio.detach())
             metrics |= {"ratio": ratio, "squared_ratio": ratio.square()}
         if clamped.any():
             metrics["log_ratio_clamped"] = clamped

@@ -183,7 +183,7 @@ class _State:
         done: the answer to a request to condense, which no condensed context holds. Raises _LimitError when the
         environment has added more than `most` tokens at once, or too many in all.
         """
-        if answers:
+        if answers or not done:
             said, _ = self.split(turn.message)
             self._all.append((said or turn.message, *answers))
         self._steps.append((turn.message, *answers, *done))

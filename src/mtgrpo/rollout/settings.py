@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import Bounded, ConfigError, require
 from mtgrpo.tasks import hashed
-from mtgrpo.types import Group, Task, Trajectory
+from mtgrpo.types import Group, Task
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Filter:
     Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
     """
 
-    zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
+    zero_variance: bool = False  # leave out groups whose rewards are all equal: no token has an advantage
     min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
     max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
     refill: bool = False  # run more until the batch is full, training no surplus (dynamic sampling, arXiv:2503.14476)
@@ -60,14 +60,14 @@ class Filter:
         """Whether any group may be left out."""
         return self.zero_variance or self.min_success > 0 or self.max_success < 1
 
-    def refuses(self, group: Group, success_at: float, reward: Callable[[Trajectory], float]) -> str:
-        """Why a group is not trained, "" where it is; `reward` is what training sees of a trajectory's outcome."""
+    def refuses(self, group: Group, success_at: float, varies: Callable[[Group], bool]) -> str:
+        """Why a group is not trained, "" where it is; `varies`: whether its rewards differ, as training sees them."""
         if not self.active:
             return ""
         success = group.success_rate(success_at)
         if success is None:
             return "all its conversations failed"
-        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in group.valid}) == 1:
+        if self.zero_variance and not varies(group):
             return "its rewards are all equal"
         if success < self.min_success:
             return f"too hard: its success rate {success:.3g} is below filter.min_success"

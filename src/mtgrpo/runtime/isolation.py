@@ -82,13 +82,14 @@ def count_abandoned_threads() -> int:
     return len(_abandoned)
 
 
-def run_in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+def run_in_thread(work: Callable[[], Any], bounded: bool = True) -> asyncio.Future[Any]:
     """Run `work` in a daemon thread of its own.
 
     Unlike in a pool, calls never queue behind others that hang, and a call that hangs cannot keep a program alive.
-    Python cannot stop a thread: while `MAX_ABANDONED_THREADS` run on after a time-out, this raises RuntimeError.
+    Python cannot stop a thread: while `MAX_ABANDONED_THREADS` run on after a time-out, this raises RuntimeError where
+    `bounded`, as somebody's code is and what the run itself needs is not.
     """
-    if (count := count_abandoned_threads()) >= MAX_ABANDONED_THREADS:
+    if bounded and (count := count_abandoned_threads()) >= MAX_ABANDONED_THREADS:
         raise RuntimeError(f"{count} calls that took too long still run, each in a thread; no more are begun meanwhile")
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()  # from here on the asyncio side may give up without an error in the thread

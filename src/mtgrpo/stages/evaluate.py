@@ -124,7 +124,7 @@ async def _measure(
             continue
         described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         if samples > 1:
-            described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
+            described["groups_with_variance"] = share_that_varies(sampled, run.experiment)
         metrics |= _named(name, described)
         played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)

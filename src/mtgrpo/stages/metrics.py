@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from mtgrpo.advantages import varies
 from mtgrpo.advantages.rewards import comparable
-from mtgrpo.algorithms import Algorithm
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
@@ -47,10 +47,10 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
     }
 
 
-def share_that_varies(groups: Sequence[Group], algorithm: Algorithm) -> float:
-    """The share of groups whose rewards differ: the others teach nothing."""
-    shaped = algorithm.shaped_reward
-    return fmean(len({(shaped(t), *t.turn_rewards) for t in group.valid}) > 1 for group in groups)
+def share_that_varies(groups: Sequence[Group], experiment: Experiment) -> float:
+    """The share of groups whose rewards differ, as training sees them: the others teach nothing."""
+    estimator, algorithm = experiment.advantage, experiment.algorithm
+    return fmean(any(varies(g, estimator, algorithm) for g in comparable([group], algorithm)) for group in groups)
 
 
 def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
@@ -92,7 +92,7 @@ def describe_step(
     return {
         "reward/mean": means.pop("reward", math.nan),
         "reward/success": means.pop("success", math.nan),
-        "reward/groups_with_variance": share_that_varies(groups, experiment.algorithm),
+        "reward/groups_with_variance": share_that_varies(groups, experiment),
         **_components(trajectories),
         **_turn_rewards(trajectories),
         **_agents(trajectories),

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from torch import Tensor
 
+from mtgrpo.advantages import varies
 from mtgrpo.advantages.rewards import Rewards, comparable, rewards_of
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.config.experiment import Experiment
@@ -47,10 +48,11 @@ def make_stream(run: Run, journal: Journal) -> Stream:
 
 def _refusal(group: Group, experiment: Experiment) -> str:
     """Why a group is not trained, "" where it may be."""
-    left = comparable([group], experiment.algorithm)
+    estimator, algorithm = experiment.advantage, experiment.algorithm
+    left = comparable([group], algorithm)
     if not left:
         return "too few ended without failure to compare"
-    return experiment.filter.refuses(left[0], experiment.reward.success_at, experiment.algorithm.shaped_reward)
+    return experiment.filter.refuses(left[0], experiment.reward.success_at, lambda g: varies(g, estimator, algorithm))
 
 
 def untrained(batch: RolloutBatch, experiment: Experiment) -> dict[int, str]:

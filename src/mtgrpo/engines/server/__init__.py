@@ -68,7 +68,7 @@ class Server(Engine, replicas=">= 1", tensor_parallel=">= 1", memory_fraction=">
     memory_fraction: float | None = None
     sync: Sync = Sync.auto  # of new weights to the servers; ipc and nccl are experimental: no GPU has run them
     arguments: list[Program] = field(default_factory=list[str])  # more words for the servers' command line
-    start_timeout_s: float = 900.0  # until a server answers
+    start_timeout_s: float = 900.0  # until a server answers, and then proves its weights
 
     def __post_init__(self) -> None:
         super().__post_init__()

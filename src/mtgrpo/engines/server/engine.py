@@ -27,7 +27,7 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.runtime.files import find_near
-from mtgrpo.runtime.isolation import run_in_thread
+from mtgrpo.runtime.isolation import run_in_thread, run_isolated
 from mtgrpo.runtime.workers import together
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import WeightSource
@@ -43,7 +43,6 @@ COPIES = 3  # of the weights that may lie there at once: the old ones, the new o
 PUSHES: dict[Sync, type[Push]] = {
     Sync.none: Nothing, Sync.adapter: Adapter, Sync.files: Files, Sync.ipc: IPC, Sync.nccl: NCCL
 }  # fmt: skip
-
 STARTED = {VLLM: (vllm.command, vllm.environment), OWN: (local.command, local.environment)}  # here, by kind
 
 
@@ -277,7 +276,9 @@ class ServerEngine(RunningEngine):
         if not self._push.current:
             return
         await replica.label(self._proof.version)
-        apart = self._proof.check(await replica.likeliest(self._proof.tokens, TOP), replica.name)
+        ask = partial(replica.likeliest, self._proof.tokens, TOP)
+        late = LostError(f"{replica.name} gave no proof of its weights within engine.start_timeout_s")
+        apart = self._proof.check(await run_isolated(ask, self._start_timeout_s, late), replica.name)
         self.metrics |= {"proof_nats": apart, "proof_bound_nats": self._proof.bound}
         replica.alive = not replica.lost.done()  # else it begins anew
 
@@ -326,10 +327,10 @@ class ServerEngine(RunningEngine):
         await self._pause()
         async with self._syncing:
             first, self.version = self._proof is None, source.version
-            written = await run_in_thread(partial(self._push.write, source))
+            written = await run_in_thread(lambda: self._push.write(source), bounded=False)
             count = min(PROOF_TOKENS, self._longest - 1)  # and one is sampled
             context = self._recent[:count] or ordinary_tokens(source.config, count).tolist()
-            self._proof = await run_in_thread(partial(Proof, source, context))
+            self._proof = await run_in_thread(lambda: Proof(source, context), bounded=False)
             if first:  # all at once, so that what is wrong is told before anything is sampled
                 self._config = source.config.to_dict()
                 for replica in self._replicas:

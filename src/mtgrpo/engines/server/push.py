@@ -307,4 +307,4 @@ class NCCL(Transfer):
 
 async def _beside(asked: Coroutine[Any, Any, Any], work: Callable[[], Any]) -> Any:
     """What `work` gives, which returns once a server does what it is `asked`; where it does not, nobody waits on."""
-    return (await together([asked, asyncio.wait_for(run_in_thread(work), None)]))[1]
+    return (await together([asked, asyncio.wait_for(run_in_thread(work, bounded=False), None)]))[1]

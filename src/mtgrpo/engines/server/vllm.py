@@ -94,7 +94,7 @@ class VLLM(Replica):
         return answer
 
     async def abort(self) -> None:
-        await self.ask("POST", "/abort_requests", {})
+        await self.ask("POST", "/abort_requests", {}, ANSWER_TIMEOUT_S)
 
     async def reload(self, folder: Path) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
