@@ -86,10 +86,31 @@ def test_every_link_of_the_site_leads_somewhere(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_of_another_library_is_an_error() -> None:
-    text = "<!-- names: learning_rate temperature -->\n<!-- end -->"
-    assert "| `learning_rate` | `optimizer.lr` |" in reference.filled(text)
+    text = "<!-- names: learning_rate temperature max_completion_length report_to -->\n<!-- end -->"
+    assert "| `learning_rate` | `optimizer.lr` |" in (page := reference.filled(text))
+    assert "| `sampling.max_new_tokens` for a turn, `rollout.max_trajectory_tokens` for all of them |" in page
+    assert "| `'log=[console,jsonl,wandb]'` |" in page
     with pytest.raises(LookupError, match="no_such_thing"):
         reference.filled("<!-- names: no_such_thing -->\n<!-- end -->")
+
+
+def test_an_option_has_a_row_for_each_default_and_meaning() -> None:
+    rows: dict[str, list[list[str]]] = {}
+    for line in reference.options_page().splitlines():
+        if line.startswith("| `"):
+            key, *cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+            rows.setdefault(key.strip("`"), []).append(cells)
+
+    def defaults(key: str) -> dict[str, str]:
+        return {part: default for default, _, of in rows[key] for part in of.split(", ")}
+
+    assert defaults("algorithm.clip_high")["dapo"] == "0.28" and defaults("algorithm.clip_high")["grpo"] == "0.2"
+    assert defaults("algorithm.divide_by_std")["dr_grpo"] == "false"
+    assert defaults("algorithm.divide_by_std")["grpo"] == "true"
+    assert defaults("algorithm.average")["grpo"] == "token_mean"
+    assert defaults("environment.max_turns")["tool_use"] == "8"
+    assert {said for _, said, of in rows["task.path"] if of == "bfcl"} == {"the folder"}
+    assert defaults("algorithm.truncated") == {"": "penalise"}  # of all
 
 
 def test_what_is_typed_in_a_shell_is_there() -> None:

@@ -23,12 +23,14 @@ from written.tables import ROOT, fields, joined, meaning, spelled, table
 RESULTS = ROOT / "benchmarks" / "results"
 OPTIONS = """# Options
 
-Every option, its default and what it means, as `mtgrpo train --help` prints them; this page is written from the source
-by `make docs`. Type them as `key=value`; a recipe sets some of them, what stands to the right wins.
+Every option with its built-in default and meaning; recipes change some. This page is written from the source by
+`make docs`. Type options as `key=value`; what stands to the right wins. Where the last column is empty, the row is
+true of every part of the group.
 
 ```console
-mtgrpo train --help algorithm        # the options of a part, or that speak of a word
-mtgrpo train recipe=gsm8k --cfg job  # what a recipe comes to
+mtgrpo train recipe=gsm8k --help              # the options of a run, with its values
+mtgrpo train advantage=gae --help advantage   # those of a part, or that speak of a word
+mtgrpo train recipe=gsm8k --cfg job           # what a recipe comes to
 ```
 """
 RECIPES = """# Recipes
@@ -48,6 +50,7 @@ The names that are meant to be imported; this page is written from their docstri
 may change without notice. A file of each kind is in [your own agent](your_own_agent.md).
 """
 NEWLINE = "\n"
+OPTION = r"'[\w.]+=[^']*'|[a-z_]+(?:\.\w+)+(?:=[^\s,;]+)?|[a-z_]+=[^\s,;]+"  # how one is typed, in an answer
 MEASURED = {  # recipe -> result, where one was measured with the recipe as it is, and not replaced by another
     "guess_number_tiny": "learning_guess_number_tiny",
     "gsm8k_tiny": "learning_gsm8k_tiny",
@@ -108,11 +111,13 @@ def options_page() -> str:
     parts.append(table(["setting", "default", "meaning"], [choice(k, s) for k, s in common.items() if "." not in k]))
     for group in groups():
         of = {name: schema({**first, group: name}) for name in options(group)}
-        keys = {key: s for settings in of.values() for key, s in settings.items() if key.startswith(f"{group}.")}
-        rows: list[list[str]] = []
-        for key, setting in keys.items():
-            with_it = [name for name, settings in of.items() if key in settings]
-            rows.append([*choice(key, setting), "" if len(with_it) == len(of) else ", ".join(with_it)])
+        having: dict[str, dict[tuple[str, ...], list[str]]] = {}  # key -> row -> the parts of which it is true
+        for name, known in of.items():
+            for key, setting in known.items():
+                if key.startswith(f"{group}."):
+                    having.setdefault(key, {}).setdefault(tuple(choice(key, setting)), []).append(name)
+        found = [(row, names) for rows in having.values() for row, names in rows.items()]
+        rows = [[*row, "" if len(names) == len(of) else ", ".join(names)] for row, names in found]
         chosen = [[f"`{group}={name}`", summary(cls)] for name, cls in options(group).items()]
         parts += [f"\n## {group}\n", table(["option", "what it is"], chosen)]
         parts.append(table(["setting", "default", "meaning", "of"], rows) if rows else "")
@@ -243,11 +248,9 @@ def filled(text: str) -> str:
 
 
 def ours_of(name: str) -> str:
-    """What another library's option is called here, its own name where that is the same; else raises LookupError."""
+    """What another library's option is called here, itself where that is the same. Raises LookupError for no name."""
     if ours := counterpart(name):
-        words, comma, more = ours.partition(", ") if not ours.startswith("no option") else ("", "", ours)
-        option = bool(re.fullmatch(r"'?[\w.]+(=\S+)?( '?[\w.]+(=\S+)?)*", words))
-        return f"`{words}`{comma}{more}" if option else ours
+        return re.sub(rf"^\w+(?=,|$)|(?<![\w./])(?:{OPTION})(?: (?:{OPTION}))*", r"`\g<0>`", ours)
     if name in schema({group: next(iter(options(group))) for group in groups()}):
         return f"`{name}`"
     raise LookupError(f"no name is known for {name}: see config/elsewhere.yaml")

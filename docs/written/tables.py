@@ -42,7 +42,7 @@ def fields(cls: type) -> dict[str, Any]:
 
 def meaning(cls: type, name: str) -> str:
     """The comment of a setting, of the nearest class that has one."""
-    return next((notes[name] for c in cls.__mro__ if name in (notes := comments(c))), "")
+    return next((text for c in cls.__mro__ if (text := comments(c).get(name))), "")
 
 
 def settings(prefix: str, cls: type, without: Iterable[str] = (), kinds: Mapping[str, type[Enum]] = {}) -> str:

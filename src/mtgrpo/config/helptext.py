@@ -114,7 +114,7 @@ def _options(group: str, chosen: Any) -> list[str]:
 
 def _row(key: str, setting: Setting, value: Any) -> str:
     name = key.rpartition(".")[2]
-    said = next((notes[name] for cls in setting.owner.__mro__ if name in (notes := comments(cls))), "")
+    said = next((text for cls in setting.owner.__mro__ if (text := comments(cls).get(name))), "")
     return _entry(f"  {key}  {_type(setting.type)} = {_value(value)}", said)
 
 

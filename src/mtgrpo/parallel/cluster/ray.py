@@ -22,8 +22,8 @@ class Ray(Cluster, cpus="> 0", wait_s=">= 0", restarts=">= 0"):
 
     places = True
 
-    address: Network = ""  # auto: the cluster of this machine, which must be there; local: a new one; HOST:PORT of its
-    # head; "": RAY_ADDRESS, or that of this machine, or a new one
+    # HOST:PORT of a head; auto: one running on this machine; local: a new one; "": RAY_ADDRESS, else auto, else local
+    address: Network = ""
     cpus: float = 1.0  # cores of each process, and its threads; those that train or sample on GPUs have one each beside
     wait_s: float = 0.0  # for machines that are not there yet, as with autoscaling; 0 = what does not fit is refused
     restarts: int = 3  # after a rank was lost, from the last checkpoint; in a row, without a new one in between
