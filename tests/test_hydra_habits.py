@@ -166,7 +166,8 @@ ANSWERS = sorted({ours for ours in elsewhere().values() if not ours.startswith("
 def test_what_answers_name_exists_and_composes(typed: tuple[str, ...], place: Path) -> None:
     (place / "path/to").mkdir(parents=True)
     (place / "path/to/file.py").write_text(
-        "from mtgrpo.rewards import Reward\ndef NAME(task, address): pass\n"
+        "from mtgrpo.environments import Environment\nfrom mtgrpo.rewards import Reward\n"
+        "class NAME(Environment):\n    async def start(self, task): pass\n    async def step(self, message): pass\n"
         "class Name(Reward):\n    def reward(self, trajectory): return 0.0\n"
     )
     known = schema(compose(parse(["model.name=Some/Model", *typed])).choices).keys()

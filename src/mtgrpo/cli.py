@@ -54,7 +54,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train                                   # the demo: minutes on a CPU
   mtgrpo train recipe=gsm8k model.name=Qwen/Qwen3-1.7B
   mtgrpo train 'recipe=[gsm8k,lora]' optimizer.lr=1e-5   # the last word wins
-  mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
+  mtgrpo train seed=1,2,3 algorithm.clip_high=0.2 --multirun
   mtgrpo train reward=my.py:MyReward task=jsonl task.path=my.jsonl
   mtgrpo train agent=python agent.function=my.py:solve recipe=jsonl
   mtgrpo train ... hydra.run.dir=FOLDER resume=true   # the same words: goes on
