@@ -37,18 +37,21 @@ This page is written from the source by `make docs`. One command does all of it,
 
 1. `mtgrpo doctor` says what this machine has, and what to type for the rest.
 2. Choose a recipe (below) and a model, and check everything without running anything: `--dry-run`.
-3. Train into a folder that you name; the same command goes on where it was cut off.
+3. Train into a folder that you name; the same command with `resume=true` goes on where it was cut off.
 4. Read `runs/a/summary.json` and `mtgrpo report runs/a`, then conversations: `mtgrpo show runs/a --failures`.
 
 ```console
-mtgrpo train recipe=jsonl model.name=tiny task.path=problems.jsonl 'task.val_files=[held_out.jsonl]' --dry-run
-mtgrpo train trainer.steps=2 hydra.run.dir=runs/b resume=true
+mtgrpo train 'recipe=[jsonl,smollm2_135m]' task.path=problems.jsonl 'task.val_files=[held_out.jsonl]' --dry-run
+mtgrpo train 'recipe=[jsonl,smollm2_135m]' task.path=problems.jsonl 'task.val_files=[held_out.jsonl]' \
+hydra.run.dir=runs/a
+mtgrpo report runs/a
 mtgrpo show runs/a --failures
-mtgrpo eval checkpoint=runs/a/checkpoints/step_000025
-mtgrpo export runs/a/checkpoints/step_000025 --to hf --out my-model
+mtgrpo eval checkpoint=runs/a/checkpoints/step_000020
+mtgrpo export runs/a/checkpoints/step_000020 --to hf --out my-model
 ```
 
-Look an option up before you use it: `mtgrpo train --help WORD`. All of them are in `docs/options.txt`.
+Every option is in `docs/options.md`. Look one up before you use it: `mtgrpo train WORDS --help WORD` shows those of
+what is chosen, with the values of the run.
 
 ## Your own parts
 
