@@ -33,7 +33,7 @@ lint: setup ## ruff, pyright, the import rules and the declared dependencies
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: environments ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
+test-real: environments ## the tests on real data from end to end, of sandboxes, servers and agents of others, of several processes, and of runs that are killed and go on
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes

@@ -160,7 +160,7 @@ async def test_a_refusal_ends_the_run(tmp_path: Path) -> None:
 
 async def test_beside_another_reward(tmp_path: Path) -> None:
     with Server("Score: 5") as server:
-        given = {"url": server.url, "model": "wise", "cache": str(tmp_path), "weight": 0.2}
+        given = {"url": server.url, "model": "wise", "cache": str(tmp_path), "weight": 0.2, "backoff_s": 0}
         async with Composed(of={"em": {}, "judge": given}).open(RunContext(tmp_path, print, {})) as running:
             [score] = await scores(running, saying("2"))
     assert isinstance(score, Score) and score.total == pytest.approx(1.1)

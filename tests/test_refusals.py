@@ -11,6 +11,8 @@ import pytest
 
 from wrong_inputs import NEED_A_MODEL, WRONG
 
+pytestmark = pytest.mark.real  # for their length
+
 PARTS = 4  # of the table: each is typed by a process of its own
 
 

@@ -55,6 +55,8 @@ from mtgrpo.weights import checkpoint
 from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 from saving import save_model
 
+pytestmark = pytest.mark.real  # for their length
+
 SMALL = [
     "recipe=calculator_from_scratch",  # also where model.name= names a checkpoint
     *("trainer.steps=5", "sft.steps=4", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),

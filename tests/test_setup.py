@@ -12,6 +12,8 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+pytestmark = pytest.mark.real  # for their length
+
 PROJECT = Path(__file__).resolve().parent.parent
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = f"""#!/bin/sh

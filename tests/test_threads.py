@@ -219,6 +219,7 @@ def digits(folder: Path) -> list[dict[str, float]]:
     return [{n: v for n, v in row.items() if not n.startswith(("time/", "perf/"))} for row in learning]
 
 
+@pytest.mark.real
 def test_a_run_goes_on_with_the_threads_that_it_had(tmp_path: Path, machine: Machine) -> None:
     torch.set_num_threads(2)
     assert ran(tmp_path / "whole")["threads"] == "2"
@@ -233,6 +234,7 @@ def test_a_run_goes_on_with_the_threads_that_it_had(tmp_path: Path, machine: Mac
     assert len(digits(cut)) == 3
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("variable", "word"), [("OMP_NUM_THREADS", "seed=0"), ("", "trainer.deterministic=false")])
 def test_another_number_of_threads_is_said(
     variable: str, word: str, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +250,7 @@ def test_another_number_of_threads_is_said(
     )
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("words", "given", "left", "cure"),
     [

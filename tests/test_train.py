@@ -162,6 +162,7 @@ def test_a_warm_start_that_is_none_or_too_short_is_noted(words: list[str], told:
     assert len(notes) == len(told) and all(map(str.startswith, notes, told))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("rate", "told"), [("1e-6", True), ("0.003", False)])
 def test_a_warm_start_that_hardly_learns_is_noted(rate: str, told: bool, tmp_path: Path) -> None:
     words = [f"sft.optimizer.lr={rate}", "sft.optimizer.kind=adamw", "sft.optimizer.warmup_steps=0", "trainer.steps=1"]
@@ -206,6 +207,7 @@ def test_a_source_of_ones_own_must_give_what_is_asked_of_it(words: str, body: st
         check(experiment(f"task={path}:Mine", "sft.steps=0", *words.split()))
 
 
+@pytest.mark.real
 def test_a_row_of_demonstrations_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     path, said = (
         tmp_path / "said.jsonl",
@@ -289,6 +291,7 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     assert (found.step, found.state["stream"]["tasks"]["position"]) == (2, 4)
 
 
+@pytest.mark.real
 def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> None:
     asyncio.run(run_sft(experiment(), tmp_path / "sft"))
     (saved,) = (tmp_path / "sft" / "checkpoints").iterdir()
@@ -302,11 +305,13 @@ def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> N
     assert digits(going_on) == digits(at_once)
 
 
+@pytest.mark.real
 def test_the_end_of_the_warm_start_is_kept_beside_the_newest_checkpoint(tmp_path: Path) -> None:
     ran(tmp_path, "sft.steps=1", "trainer.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000000", "step_000003"]
 
 
+@pytest.mark.real
 def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None:
     words = busy(own, "reward.success_at=10", "eval.tasks=6", "eval.samples=3")
     after = digits(summary(ran(tmp_path / "run", *words)))
@@ -330,6 +335,7 @@ def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None
 # --- what a run depends on
 
 
+@pytest.mark.real
 def test_the_seed_alone_decides_every_digit(tmp_path: Path, own: Path) -> None:
     """However long the tools take, and however few conversations are open at once."""
     words = busy(own, "rollout.prompts_per_step=4", "rollout.max_concurrent=3")
@@ -384,6 +390,7 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     assert all(moved) == (kind != "normal")
 
 
+@pytest.mark.real
 async def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, tmp_path: Path) -> None:
     made = experiment(*busy(own))
     before = dict(vars(made.environment))
@@ -513,6 +520,7 @@ def test_a_context_that_no_prompt_fits_is_said_before_the_warm_start(tmp_path: P
     assert not any((tmp_path / "checkpoints").glob("*"))
 
 
+@pytest.mark.real
 def test_a_run_with_nothing_to_learn_from_foresees_it_and_ends(tmp_path: Path) -> None:
     words = ("sft.steps=0", "trainer.steps=4")  # an untrained model solves nothing
     ran(tmp_path / "a", *words, "trainer.idle_steps=3")
@@ -531,6 +539,7 @@ def test_a_run_whose_filter_leaves_nothing_to_learn_from_ends(tmp_path: Path) ->
     assert "stopped after step 2: trainer.idle_steps=2: there was nothing to learn from" in notes
 
 
+@pytest.mark.real
 def test_any_seed_will_do(tmp_path: Path) -> None:
     for seed in (2 * 10**13, -(10**13)):
         ran(tmp_path / str(seed), f"seed={seed}", "sft.steps=0", "trainer.steps=1", ENDING)
@@ -674,6 +683,7 @@ async def five_batches(run: Run) -> list[list[Group]]:
     return [(await stream.batch(version)).groups for version in range(5)]
 
 
+@pytest.mark.real
 async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
     """Five updates on the same recorded conversations: one loss, one gradient norm, whatever the layout."""
     words = [
@@ -699,6 +709,7 @@ async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) ->
     assert len({metrics["policy/loss"] for metrics in found["forest"]}) == 5
 
 
+@pytest.mark.real
 async def test_a_context_may_be_longer_than_the_budget_but_not_as_a_padded_row(tmp_path: Path) -> None:
     long = ("environment.max_context_length=600", "batch.token_budget=512")
     async with open_run(experiment(*long), tmp_path / "long") as run:
