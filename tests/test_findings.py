@@ -18,11 +18,16 @@ from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, table, what_was_learned
 from mtgrpo.evaluation.statistics import wilson
+from mtgrpo.integrations.reasoning_gym import ReasoningGym
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
+from mtgrpo.rewards import Reward
+from mtgrpo.rewards.em import EM
+from mtgrpo.rewards.f1 import F1
+from mtgrpo.rewards.math_verify import MathVerify
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages import evaluate
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.checks import check, task_sets
 from mtgrpo.stages.evaluate import AllFailedError, run_collection, run_evaluation
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
@@ -47,6 +52,22 @@ def trajectory(task: Task, text: str, turns: int = 1, status: Status = Status.CO
 def group(number: int, answer: str, texts: list[str], **more: Any) -> Group:
     task = Task(f"t/{number}", (Message("user", "?"),), answer, more)
     return Group(task, [trajectory(task, text, 1 + nth % 2) for nth, text in enumerate(texts)])
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (EM(), ["Paris", "Paris.", "the paris", "Rome", "Rome"]),
+        (F1(tag="answer"), [f"{n}: <answer>{city}</answer>" for n, city in enumerate(["Paris"] * 3 + ["Rome"] * 2)]),
+        (MathVerify(), ["a \\boxed{5}", "b \\boxed{5.0}", "c \\boxed{5}", "d \\boxed{7}", "e \\boxed{7}"]),
+        (ReasoningGym(), [f"{n}\n#### {answer}" for n, answer in enumerate("55577")]),
+    ],
+)
+def test_what_is_said_around_an_answer_is_no_other_vote(reward: Reward, said: list[str]) -> None:
+    groups = [group(0, "", said)]
+    for trajectory, worth in zip(groups[0].trajectories, [1.0, 1.0, 1.0, 0.0, 0.0], strict=True):
+        trajectory.reward = worth
+    assert Findings.of(EvaluationGroups(groups, groups), reward).means["majority vote"] == 1.0
 
 
 def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
@@ -212,6 +233,16 @@ def test_a_model_without_a_checkpoint_is_measured(base: Path, tmp_path: Path) ->
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == json.loads((base / "first" / "summary.json").read_text())  # the same weights
     assert summary["eval/success"] == found["shares"]["success"]["mean"]
+
+
+def test_a_set_takes_over_the_prompt_of_a_run_that_has_one() -> None:
+    def prompts(*words: str) -> tuple[str, str]:
+        experiment = preset("jsonl", "task.path=rows.jsonl", "eval.sets={easy: {task: gsm8k}}", *words)
+        return experiment.task.system_prompt, task_sets(experiment)["easy"].system_prompt
+
+    assert prompts("task.system_prompt=Say it.") == ("Say it.", "Say it.")
+    own, of_set = prompts("task.system_prompt=''")
+    assert own == "" and "####" in of_set  # jsonl has none to give: its rows may hold theirs
 
 
 def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation(base: Path, tmp_path: Path) -> None:

@@ -51,6 +51,16 @@ RIGHT = [
     ("#### Final Answer\n\n$$\\boxed{72}$$", "72"),
     ("#### Final answer:\n72", "72"),
     ("#### Step 3: Conclusion\nSo the answer is \\boxed{5}.", "5"),
+    ("The answer is \\boxed{5}.\n\n#### Note\nThis holds for n=3.", "5"),
+    *((f"\\boxed{{60{sign}}}", f"60{of}") for sign in ("", "%", "\\%") for of in ("", "%", "\\%")),
+    ("#### 18%", "18"),
+    ("Tom has 3 apples.\n<answer>5</answer>", "5"),
+    ("Tom has 2 apples; the rest is `5`", "5"),
+    (r"\boxed{10~\text{cm}}", "10"),
+    ("#### \u22127", "-7"),
+    ("The answer is \u22127.", "-7"),
+    ("#### -$7", "-7"),
+    ("#### 1 1/2", "1.5"),
     *((f"#### {line}", "5") for line in ("5 N", "5 m/s", "5 m^2", "5k", "5 (a)", "5;", "5!", "A: 5")),
 ]
 WRONG = [
@@ -68,12 +78,25 @@ WRONG = [
     ("#### x^2", "2"),
     ("#### (3, 4)", "4"),
     ("#### 5\n\nI checked 7 cases.", "7"),
+    ("The answer is \\boxed{5}.\n\n#### Note\nThis holds for n=3.", "3"),
+    ("I think it's 3.\n<answer>5</answer>", "3"),
+    ("Tom has 2 apples; the rest is `5`", "2"),
+    ("#### 1 1/2", "1"),
+    ("#### 1 million", "1"),
+    ("#### 3e3", "3"),
 ]
 
 
 @pytest.mark.parametrize("text, answer", RIGHT)
 def test_equal_expressions_are_right(text: str, answer: str) -> None:
     assert MathVerify().reward(said(text, answer)) == 1
+
+
+def test_answers_that_are_written_otherwise_are_one_in_a_vote() -> None:
+    texts = (r"So \boxed{5}", r"We see $\boxed{5.0}$.", "It is 5", "#### 5")
+    assert {MathVerify().answer(said(text, "5")) for text in texts} == {"5"}
+    assert {MathVerify().answer(said(text, "")) for text in (r"\boxed{x + 1}", "#### \\boxed{x+1}")} == {"x+1"}
+    assert MathVerify().answer(said("", "5")) == ""
 
 
 @pytest.mark.parametrize("text, answer", WRONG)

@@ -47,6 +47,7 @@ PASSING = {
         "class Own(ValueError): pass\ndef f(): raise Own('bad')",
         "try:\n    f()\nexcept ValueError as error:\n    assert str(error) == 'bad'\nelse:\n    assert False",
     ),
+    "a main part": ("def f(): return 1\nif __name__ == '__main__':\n    print(f(), input())", "assert f() == 1"),
     "variables": ("LIMIT = 3", "assert LIMIT == 3"),
     "objects": (STACK, "s = Stack(1)\ns.push(2)\nassert len(s) == 2 and list(s) == [1, 2] and s.pop() == 2 and 1 in s"),
     "equal objects": (STACK, "assert Stack(1) == Stack(1) and Stack(1) != Stack(2) and isinstance(Stack(), Stack)"),

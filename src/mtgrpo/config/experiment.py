@@ -76,7 +76,7 @@ class Evaluation:
 
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
     stop: int = 0  # the run ends after so many evaluations without a better success than before; 0 = it goes on
-    tasks: int = 200
+    tasks: int = 200  # the first so many of the held-out ones, in the order of their file
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
     no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`

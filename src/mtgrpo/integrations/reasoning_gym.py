@@ -125,14 +125,17 @@ class ReasoningGym(Reward, timeout_s="> 0"):
         """A task of another source is refused at the start."""
         return True
 
+    def answer(self, trajectory: Trajectory) -> str:
+        _, marker, answer = (text := trajectory.final.strip()).rpartition(_MARKER)
+        if not marker:
+            answer = stated_answer(text, "answer") or ("" if self.require_marker else text)
+        return answer.strip()
+
     def reward(self, trajectory: Trajectory) -> float:
         """The score. Raises TaskError for tasks of another source."""
         task = trajectory.task
         entry = required(task, "entry", "reasoning_gym", "reasoning_gym")
-        _, marker, answer = (text := trajectory.final.strip()).rpartition(_MARKER)
-        if not marker:
-            answer = stated_answer(text, "answer") or ("" if self.require_marker else text)
-        if not (answer := answer.strip()):
+        if not (answer := self.answer(trajectory)):
             return 0.0
         if task.metadata["dataset"] in _TAKES_ANY_TEXT:
             return float(answer.lower() == task.answer.lower())

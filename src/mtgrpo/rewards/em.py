@@ -42,6 +42,9 @@ class AnswerReward(Reward, ABC):
         if self.tag:
             check_tag(type(self).__name__.lower(), self.tag)
 
+    def answer(self, trajectory: Trajectory) -> str:
+        return normalise(stated_answer(trajectory.final, self.tag), self.convention)
+
     def normalise(self, trajectory: Trajectory) -> tuple[str, list[str]]:
         """The words of the answer, and those of each accepted one. Raises TaskError when the task has none."""
         task = trajectory.task
@@ -50,8 +53,7 @@ class AnswerReward(Reward, ABC):
         accepted = [answer for answer in map(str, (task.answer, *more)) if answer.strip()]
         if not accepted:
             raise TaskError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
-        answer = stated_answer(trajectory.final, self.tag)
-        return normalise(answer, self.convention), [normalise(gold, self.convention) for gold in accepted]
+        return self.answer(trajectory), [normalise(gold, self.convention) for gold in accepted]
 
 
 @dataclass

@@ -8,8 +8,10 @@ from typing import Any
 
 from mtgrpo.errors import TaskError
 from mtgrpo.rewards import Reward
+from mtgrpo.rewards.numeric import last_number, single_number
 from mtgrpo.runtime.isolation import DEATHS, run_forked
 from mtgrpo.runtime.packages import refuse_without_package
+from mtgrpo.runtime.text import boxed
 from mtgrpo.types import Trajectory
 
 MAX_BYTES = 4 * 2**30  # for a number with too many digits
@@ -18,6 +20,9 @@ _ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin spac
 _FORMULA = re.compile(
     r"(?=[(\[].*,|\\[a-z])(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++"
 )
+_MARKS = re.compile(r"</?\w+>|`|~(?=[A-Za-z\\])|(?<=\d)~")  # of tags, code and LaTeX's spaces
+_PERCENT = re.compile(r"\\?%")
+_MAGNITUDE = re.compile(r"[^\\]*\d\s*(?:[eE]\d+|hundred|thousand|[mbtr]+illion|dozen)\b[^\\]*")
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
 
 
@@ -27,8 +32,9 @@ class MathVerify(Reward, timeout_s="> 0"):
 
     It is looked for after the last `####`, in its line where that has a digit, else in the whole message: what the last
     \\boxed{} holds, else a formula between dollars, or a tuple or LaTeX alone in the line, else the last number. Equal
-    are 1/2, \\frac{1}{2} and 0.5, or x = 5 and 5; numbers with decimals are compared to six digits. It may take long to
-    simplify an expression: that is done in a process of its own, which is stopped at the limit.
+    are 1/2, \\frac{1}{2} and 0.5, x = 5 and 5, 60\\% and 60; numbers with decimals are compared to six digits. A line of a
+    number with its magnitude (2 million, 3e3) is worth 0. It may take long to simplify an expression: that is done in a
+    process of its own, which is stopped at the limit.
     """
 
     compares = cpu_heavy = True
@@ -38,6 +44,11 @@ class MathVerify(Reward, timeout_s="> 0"):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_without_package("math_verify", "reward=math_verify")
+
+    def answer(self, trajectory: Trajectory) -> str:
+        text = _stated(trajectory.final)
+        number = single_number(box) if (box := boxed(text)) else last_number(text)
+        return "".join((box or text).split()) if number is None else str(number)
 
     def reward(self, trajectory: Trajectory) -> float:
         """Raises TaskError when the task's answer is no mathematics."""
@@ -59,9 +70,13 @@ def _stated(text: str) -> str:
     line = behind.strip().partition("\n")[0].strip("*` ")
     if marker and _FORMULA.fullmatch(line):
         text = f"\\boxed{{{line}}}"
-    elif marker:  # which may be that of a heading, with the answer below
-        text = line if re.search(r"\d", line) and "\\boxed" not in behind else behind
-    return _ODD.sub("", text[max(0, text.rfind("\\boxed")) :])
+    elif marker and (not line or "\\boxed" in behind):  # of a heading, with the answer below
+        text = behind
+    elif marker and re.search(r"\d", line):
+        number = single_number(line)
+        text = "" if _MAGNITUDE.fullmatch(line) else line if number is None else f"\\boxed{{{number}}}"
+    text = _MARKS.sub(" ", text[max(0, text.rfind("\\boxed")) :]).replace("\u2212", "-")
+    return _PERCENT.sub("", _ODD.sub("", text))
 
 
 @functools.cache
@@ -76,6 +91,7 @@ def _library() -> Any:
 
 def _verdict(library: Any, answer: str, text: str) -> int:
     try:
+        answer = _PERCENT.sub("", answer)
         # Where a time limit is given, math-verify would use a signal that cannot stop work inside one operation.
         marked = answer if "$" in answer.replace("\\$", "") or "\\boxed" in answer else f"\\boxed{{{answer}}}"
         gold = library.parse(marked, parsing_timeout=None)

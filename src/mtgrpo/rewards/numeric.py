@@ -63,11 +63,11 @@ _DASH = re.compile(rf"\s*+(?:{_SIGN}|[\u2014*\u2022])\s")  # a bullet, or betwee
 class Numeric(Reward):
     """1 when the number that the final message gives equals the answer exactly, else 0.
 
-    It is looked for in the line after the last `####`, else in the last `\\boxed{}`. There must be one number: an
-    integer, a decimal, a fraction or a mixed number. `$`, `%`, thousands separators, trailing zeros, a name before it
-    (`x =`, `Total:`) and a unit behind it do not matter: `$1,200.00` equals `1200`, `1/2` equals `0.5`, `9 apples`
-    equals `9`. Nothing is calculated or converted; what is no single number is worth 0: `9*9`, `9 or 8`, `9 million`,
-    `20k`, `3 of 4`.
+    It is looked for in the line after the last `####`, but in the last `\\boxed{}` where one follows below or no `####`
+    stands. There must be one number: an integer, a decimal, a fraction or a mixed number. `$`, `%`, thousands separators,
+    trailing zeros, a name before it (`x =`, `Total:`) and a unit behind it do not matter: `$1,200.00` equals `1200`,
+    `1/2` equals `0.5`, `9 apples` equals `9`. Nothing is calculated or converted; what is no single number is worth 0:
+    `9*9`, `9 or 8`, `9 million`, `20k`, `3 of 4`.
     """
 
     compares = True
@@ -82,7 +82,7 @@ class Numeric(Reward):
         """Raises TaskError when the task's answer is not a number."""
         task = trajectory.task
         marked = stated_number(task.answer, require_marker=True)
-        answer = _single_number(task.answer.strip()) if marked is None else marked
+        answer = single_number(task.answer.strip()) if marked is None else marked
         if answer is None:
             raise TaskError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is not a number; choose another column "
@@ -97,14 +97,16 @@ class Numeric(Reward):
 
 def stated_number(text: str, require_marker: bool) -> Fraction | None:
     """The number that `text` gives as its answer, as `Numeric` finds it; None where there is none."""
-    if _MARKER in text:
-        return _single_number(text.rpartition(_MARKER)[2].lstrip().partition("\n")[0])
+    _, marker, behind = text.rpartition(_MARKER)
+    line, _, below = behind.lstrip().partition("\n")
+    if marker and _BOX not in below:
+        return single_number(line)
     if _BOX in text:
-        return _single_number(boxed(text, 2 * _MAX_STATEMENT))
-    return None if require_marker else _last_number(text)
+        return single_number(boxed(text, 2 * _MAX_STATEMENT))
+    return None if require_marker else last_number(text)
 
 
-def _last_number(text: str) -> Fraction | None:
+def last_number(text: str) -> Fraction | None:
     """The last number among the words of `text`, with what belongs to it."""
     digit = re.search(r"\d", text[::-1])
     if digit is None:
@@ -115,10 +117,10 @@ def _last_number(text: str) -> Fraction | None:
         begin = word.end()
     dash = _DASH.match(text, begin) if text[begin - 1 : begin] != "=" else None
     end = _AFTER_LAST.search(text, last, last + _MAX_STATEMENT)
-    return _single_number(text[dash.end() if dash else begin : end.start() if end else last + _MAX_STATEMENT])
+    return single_number(text[dash.end() if dash else begin : end.start() if end else last + _MAX_STATEMENT])
 
 
-def _single_number(text: str) -> Fraction | None:
+def single_number(text: str) -> Fraction | None:
     """The number that the whole of `text` is, but for its name, its unit and marks; None where it is no single one."""
     if len(text) > 2 * _MAX_STATEMENT:
         return None

@@ -243,12 +243,14 @@ def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
     """What `eval.sets` names beside the run's own tasks, whose system prompt they take over. Raises ConfigError."""
     wanted = named(experiment.eval.sets or [], "eval.sets", "easy: {task: jsonl, val_files: [easy.jsonl]}")
     sources: dict[str, TaskSource] = {}
+    kept = experiment.task.system_prompt or type(experiment.task).system_prompt  # neither: it has none to give
+    prompt = {"system_prompt": experiment.task.system_prompt} if kept else {}
     for name, settings in wanted.items():
         if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
             raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
         kind = find_class("mtgrpo.tasks", str(settings.get("task", name)), TaskSource)
         others = {key: value for key, value in settings.items() if key != "task"}
-        sources[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **others})
+        sources[name] = built(f"task set {name}", kind, {**prompt, **others})
     return sources
 
 

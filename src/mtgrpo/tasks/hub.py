@@ -24,6 +24,8 @@ class Hub(Published):
     eval_split: Text = "test"
     columns: Columns = field(default_factory=Columns)
 
+    skips = True
+
     def rows(self, split: Split) -> Rows:
         if not self.path:
             raise ConfigError("task.path is not set; give the name of a data set, such as openai/gsm8k")

@@ -1,5 +1,6 @@
 """MATH: competition mathematics with answers in LaTeX."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
 
 _EVAL_FRACTION = 0.1  # of a single file
+_UNBRACED = re.compile(r"\\boxed\s+(\w+)")  # as in $\boxed 2$, of two solutions of MATH
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Math(Published):
     system_prompt: Prompt = "Solve the problem step by step. Put the answer in \\boxed{}."
     path: Folder = ""  # a .jsonl or .parquet file, a folder with train* and test* of one of these, or a name on the hub
 
+    skips = True
     layout = "MATH rows have problem and a solution with the answer in \\boxed{}, or an answer"
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
@@ -52,7 +55,8 @@ class Math(Published):
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
         solution = row.get("solution") or ""
-        answer = boxed(solution) if row.get("answer") is None else str(row["answer"])
+        inside = boxed(solution.replace("\\fbox", "\\boxed")) or (_UNBRACED.findall(solution) or [""])[-1]
+        answer = inside if row.get("answer") is None else str(row["answer"])
         if not answer:
             raise ValueError("answer")
         metadata = {"solution": solution, "level": row.get("level"), "subject": row.get("subject", row.get("type"))}

@@ -4,6 +4,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ class Published(TaskSource):
     splits: ClassVar[tuple[str, str]] = ("train", "test")  # their names in files and on the hub
     on_hub: ClassVar[tuple[str, str] | None] = None  # data set and subset
     reaches: ClassVar[Reach] = Reach.network  # by being chosen, where there is no copy
+    skips: ClassVar[bool] = False  # rows that are no task, with a note: anybody may have made the copy
     layout: ClassVar[str]  # what its rows have, for messages
 
     @abstractmethod
@@ -77,7 +79,8 @@ class Published(TaskSource):
             raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
         self.prompted(rows, chosen[0])
         blocks = rows.blocks if len(chosen) == len(rows) else ()
-        stream = IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
+        tasks = partial(self.prompted, rows)
+        stream = IndexedStream(len(chosen), lambda index: tasks(chosen[index]), seed, repeat, blocks, self.skips)
         stream.notes += rows.notes()
         return stream
 

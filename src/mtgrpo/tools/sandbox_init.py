@@ -84,8 +84,9 @@ class Worker:
         os.ftruncate(self._output, 0)
         # Begun before the code, which might leave no place for it.
         judging = None if tests is None else self._begin_judge(setup, tests, objects)
+        name = "__main__" if tests is None else "solution"  # as it is imported: its main part does not run
         with contextlib.suppress(BrokenPipeError):  # the worker has ended since
-            os.write(self._requests, json.dumps([password, setup, code]).encode() + b"\n")
+            os.write(self._requests, json.dumps([password, setup, code, name]).encode() + b"\n")
         error, stopped = self._wait_for_end(self._status, password, end)
         files = [self._output]
         if judging:
@@ -93,7 +94,7 @@ class Worker:
             files.append(printed)
             if not error and not stopped:
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(self._requests, json.dumps([password, "", None]).encode() + b"\n")
+                    os.write(self._requests, json.dumps([password, "", None, name]).encode() + b"\n")
                 os.write(go, b"\n")
                 error, stopped = self._wait_for_end(verdict, "judged", end)
         return {"output": "".join(map(self._read, files)), "error": error, "stopped": stopped}
@@ -210,7 +211,7 @@ def _serve(limits: dict[str, Any], requests: int, status: int, calls: int) -> No
     own = os.getpid()
     with os.fdopen(requests) as lines:
         for line in lines:
-            password, setup, code = cast("tuple[str, str, Any]", json.loads(line))
+            password, setup, code, name = cast("tuple[str, str, Any, str]", json.loads(line))
             if code is None:
                 named = functools.partial(_named, main_module)
                 with contextlib.suppress(EOFError, OSError):  # the judge has ended
@@ -219,6 +220,7 @@ def _serve(limits: dict[str, Any], requests: int, status: int, calls: int) -> No
                     signal.pause()
             used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + limits["timeout_s"]), resource.RLIM_INFINITY))
+            main_module.__name__, sys.modules[name] = name, main_module
             error = execute(setup, vars(main_module)) or execute(code, vars(main_module))
             if os.getpid() != own:  # a child that the code has made
                 os._exit(0)
