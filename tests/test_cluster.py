@@ -212,6 +212,25 @@ async def test_a_pass_may_take_many_times_what_passes_took(tmp_path: Path, monke
     assert passed == [{"total": 2.0}] * 2, "one that takes five times the least limit was ended"
 
 
+async def test_ranks_that_wait_for_a_call_do_not_stand_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "PASS_S", 20.0)
+    monkeypatch.setattr(controller, "PASS_RATIO", 0.0)
+    faults: list[Any] = []
+    async with opened(tmp_path) as ranks:
+        assert at_once(ranks.updating("count", 1)) == {"total": 2.0}
+        wait_for(lambda: all(": waiting" in place for place in ranks.places))
+
+        def sent(call: Call) -> Any:
+            faults.append(ranks._fault())  # pyright: ignore[reportPrivateUsage]
+            return packed(call)
+
+        for _ in range(100):  # looks, as long rollouts take
+            assert ranks._fault() is None  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(controller, "packed", sent)
+        assert at_once(ranks.updating("count", 1)) == {"total": 2.0}
+    assert faults == [None]
+
+
 @pytest.mark.real
 async def test_a_rank_in_an_endless_loop_is_named_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

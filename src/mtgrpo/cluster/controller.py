@@ -178,6 +178,8 @@ class Ranks(Asked):
         if faults:
             return min(faults)[1:]
         if not (asked := self._channel.asked):
+            for sign in self._signs:
+                sign.still = 0  # to wait for a call is no standing still; to pass one on counts, for that may hang too
             return None
         limit_s = STILL_S
         if asked in self._channel.done:
