@@ -446,6 +446,46 @@ def test_optuna_chooses_by_the_held_out_reward_of_the_runs_before(
     assert chosen == before  # the same command makes the same choices
 
 
+RESUMABLE = """#!{python}
+import json, pathlib, sys
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+folder = pathlib.Path(words["hydra.run.dir"].strip("'"))
+(folder / ".hydra").mkdir(parents=True, exist_ok=True)
+(folder / ".hydra/config.yaml").write_text(json.dumps({{"optimizer": {{"lr": float(words["optimizer.lr"])}}}}))
+if not (folder / "summary.json").exists():
+    (folder / "summary.json").write_text(json.dumps({{"eval/reward/after": float(words["optimizer.lr"])}}))
+"""
+
+
+def test_a_search_that_goes_on_with_other_choices_begins_these_trials_anew(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = place / "process"
+    process.write_text(RESUMABLE.format(python=sys.executable))
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+
+    def results() -> dict[str, tuple[float, float]]:
+        kept = {path.parent: json.loads(path.read_text()) for path in (place / "all").glob("*/summary.json")}
+        lr = {path: yaml.safe_load((path / ".hydra/config.yaml").read_text())["optimizer"]["lr"] for path in kept}
+        return {path.name: (lr[path], summary["eval/reward/after"]) for path, summary in kept.items()}
+
+    words = [word for word in OPTUNA if "launcher" not in word]
+    words += ["hydra.sweep.dir=all", "hydra.sweeper.trials=2"]
+    assert run("train", *words)[0] == 0
+    first = results()
+    for others in (True, False):  # the second time the same choices are made
+        code, out, err = run("train", *words, "hydra.sweeper.seed=1", "resume=true")
+        assert code == 0, err
+        found = results()
+        assert {f"{name}.before-1": kept for name, kept in first.items()}.items() <= found.items()
+        assert len(found) == 4 and all(lr == reward for lr, reward in found.values()), "an old result under new values"
+        assert ("it begins anew" in out) == others
+    out = run("train", *words, "resume=true")[1]
+    assert f"all/0 has optimizer.lr={found['0'][0]}, not {first['0'][0]}: it begins anew" in out
+    assert results()["0.before-2"] == found["0"] and results()["0"] == first["0"]
+
+
 def test_a_search_is_described_and_its_ends_are_checked(run: Run, started: list[tuple[Experiment, Path]]) -> None:
     code, out, err = run("train", *OPTUNA, "rollout.group_size=2,4", "trainer.steps=3", "--dry-run")
     assert code == 0, err

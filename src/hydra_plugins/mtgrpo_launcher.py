@@ -1,5 +1,6 @@
 """The launcher of sweeps, for Hydra: each run in a fresh process of its own, one after the other."""
 
+import itertools
 import shlex
 import signal
 import subprocess
@@ -53,9 +54,7 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             config = self._configuration(number, words)
             folder = Path(root, str(config.hydra.sweep.subdir))
-            # Optuna chooses by what came before, which a run that is made good changes.
-            swept = () if "Optuna" in self._master.hydra.sweeper._target_ else varied
-            if before := _is_done(config, folder, swept):
+            if before := _is_done(config, folder, varied, "Optuna" in self._master.hydra.sweeper._target_):
                 print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
             line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]
@@ -84,8 +83,11 @@ class ProcessLauncher(Launcher):
         return config
 
 
-def _is_done(config: DictConfig, folder: Path, varied: Iterable[str]) -> bool:
-    """Whether a sweep that goes on has this run already. Raises ConfigError where what is varied was another there."""
+def _is_done(config: DictConfig, folder: Path, varied: Iterable[str], chosen: bool) -> bool:
+    """Whether a sweep that goes on has this run already. Raises ConfigError where what is varied was another there.
+
+    chosen: by what came before, which a run that is made good changes. The other run is put aside then.
+    """
     if str(config.resume).lower() != "true":
         return False
     given: Any = OmegaConf.to_container(config, enum_to_str=True)
@@ -96,7 +98,12 @@ def _is_done(config: DictConfig, folder: Path, varied: Iterable[str]) -> bool:
     other = {key for key, value in wanted.items() if kept.get(key, value) != value}
     if swept := sorted(other & {word.partition("=")[0].lstrip("+") for word in varied}):
         was = f"{folder} has {swept[0]}={kept[swept[0]]}, not {wanted[swept[0]]}"
-        raise ConfigError(f"{was}: a sweep goes on by the same command and resume=true")
+        if not chosen:
+            raise ConfigError(f"{was}: a sweep goes on by the same command and resume=true")
+        places = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
+        aside = folder.rename(next(place for place in places if not place.exists()))
+        print(f"{was}: it begins anew, and what was there is now in {aside}", flush=True)
+        return False
     return not other and wanted.keys() <= kept.keys() and held_out_reward(folder) is not None
 
 
