@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from conftest import Run
+from hydra_plugins.mtgrpo_launcher import _show  # pyright: ignore[reportPrivateUsage]
 from mtgrpo import cli
 from mtgrpo.commands.launch import WHAT
 from mtgrpo.config.compose import (
@@ -496,6 +498,18 @@ def test_a_search_is_described_and_its_ends_are_checked(run: Run, started: list[
     assert (code, "rollout.group_size must be" in err, started) == (2, True, [])
     code, _, err = run("train", *OPTUNA, "hydra.sweeper.trials=2")  # none of them has a result
     assert (code, "none of 2 trials has come to its end" in err, len(started)) == (1, True, 2)
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError, ValueError])
+def test_what_a_run_says_is_read_where_nobody_hears_it(gone: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, _: str) -> None:
+            raise gone
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    said: deque[bytes] = deque()
+    _show([b"first\n", b"second\n"], said)
+    assert list(said) == [b"first\n", b"second\n"]
 
 
 @pytest.mark.real

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mtgrpo.runtime.processes import supervise
+from mtgrpo.runtime.processes import bounded_log, supervise
 
 LEAVES = """
 import os, sys, time
@@ -54,3 +54,10 @@ def test_nothing_that_a_command_has_started_is_left(number: int, tmp_path: Path)
 def test_a_program_that_is_absent_is_named() -> None:
     with pytest.raises(FileNotFoundError, match="there is no program 'no-such-program'"):
         supervise(["no-such-program"], os.environ)
+
+
+def test_a_program_may_say_what_it_likes_where_the_disk_is_full() -> None:
+    with bounded_log(Path("/dev/full")) as stream:
+        for _ in range(10):
+            stream.write("x" * 2**17)  # more than a pipe holds
+            stream.flush()

@@ -117,10 +117,11 @@ def _kept(said: Sequence[bytes], folder: Path) -> str:
 
 
 def _show(errors: Iterable[bytes], said: deque[bytes]) -> None:
-    """Pass on each line, and keep the last ones."""
+    """Pass on each line, and keep the last ones; where nobody hears them any more, read on, or the run would wait."""
     for line in errors:
         said.append(line)
-        print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):
+            print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
 
 def _finished(command: Sequence[str]) -> tuple[int, Sequence[bytes]]:

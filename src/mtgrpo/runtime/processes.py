@@ -144,9 +144,10 @@ def bounded_log(path: Path) -> Generator[TextIO]:
 def _drain(read: int, path: Path) -> None:
     with os.fdopen(read, "rb", buffering=0) as stream, path.open("a+b", buffering=0) as log:
         while piece := stream.read(2**16):
-            log.write(piece)
-            if log.tell() > 2 * LOG_BYTES:
-                log.seek(-LOG_BYTES, os.SEEK_END)
-                end = log.read()
-                log.truncate(0)
-                log.write(end)
+            with suppress(OSError):  # the disk may be full, which is no reason for the program to end
+                log.write(piece)
+                if log.tell() > 2 * LOG_BYTES:
+                    log.seek(-LOG_BYTES, os.SEEK_END)
+                    end = log.read()
+                    log.truncate(0)
+                    log.write(end)
