@@ -39,6 +39,7 @@ from mtgrpo.record.tokens import FLAGS, TokenRecord, TokenRecorder, lay_out, rea
 from mtgrpo.record.writing import trajectory_row
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Completion, Group, Sampling, Trajectory
+from mtgrpo.viewer.tokens import forest
 from test_agents import group_of, python, scripted
 from test_policy import MODEL, REFERENCE, TEMPERATURE, Watched
 from test_train import ENDING
@@ -265,7 +266,15 @@ def changed(name: str, change: Callable[[np.ndarray], Any]) -> Callable[[dict[st
         changed("forest_subtree_end", lambda end: end * 0),
         changed("turn_tokens", lambda counts: -counts),
         changed("turn_trajectory", lambda trajectory: trajectory[::-1]),
+        changed("turn_trajectory", lambda trajectory: np.r_[trajectory[-2::-1], trajectory[-1:]].astype(np.uint32)),
         changed("behaviour", lambda logp: logp.astype(str)),
+        changed("flags", lambda flags: flags.astype(np.float32)),
+        changed("version", lambda version: version.astype(np.float32)),
+        changed("whole", lambda whole: whole * np.nan),
+        changed("forest_token", lambda token: token.astype(np.int64) - 2**31),
+        changed("forest_token", lambda token: token.astype(np.int64) + 2**32),
+        changed("forest_token", lambda token: token + np.uint64(2**63)),
+        changed("node", lambda node: node * 0),  # fewer tokens than were sampled
         lambda arrays: arrays.pop("flags"),
         lambda arrays: arrays.pop("turn_tokens"),
         lambda arrays: arrays.update(more=np.zeros(3)),
@@ -278,6 +287,17 @@ def test_a_file_that_is_no_record_is_refused(spoil: Callable[[dict[str, Any]], A
     np.savez(tmp_path / "tokens" / "step_000001.npz", **arrays)
     with pytest.raises(ConfigError, match="is no record of tokens"):
         read_tokens(tmp_path, 1)
+
+
+def test_whole_numbers_may_have_any_type(tmp_path: Path) -> None:
+    arrays = lay_out(GROUPS, TRAJECTORIES, build_batch(TRAJECTORIES), {}, most=0)
+    wide = {name: array if array.dtype.kind == "f" else array.astype(np.int64) for name, array in arrays.items()}
+    wide |= {name: wide[name].astype(np.uint64) for name in ("turn_tokens", "turn_trajectory", "node", "flags")}
+    (tmp_path / "tokens").mkdir()
+    for step, content in enumerate((arrays, wide), 1):
+        np.savez(tmp_path / "tokens" / f"step_{step:06d}.npz", **content)
+    shown = [forest(tmp_path, step) for step in (1, 2)]
+    assert shown[0] is not None and shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"\x93NUMPY" + bytes(200)])

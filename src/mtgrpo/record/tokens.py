@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 FLAGS = ("clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained")  # by bit, from the lowest
 DIFFERENCES = ("before", "last", "after", "reference")  # log-probabilities, stored as what they are above `behaviour`
 _HALF = ("entropy", "value", *DIFFERENCES)  # stored as float16, which is exact enough for what is small
-_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
+_OF_TURNS = ("turn_tokens", "turn_trajectory", "turn_parent")
+_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", *_OF_TURNS, "node", "version", "flags", "line", "whole")
 _NEEDED = ("forest_token", "version", "flags", "behaviour", "weight", "turn_parent", "whole")
 _MOST = float(np.finfo(np.float16).max)
 _MOST_BYTES = 1 << 30  # of the arrays of a file that is read
@@ -185,6 +186,8 @@ def read_tokens(folder: Path, step: int) -> TokenRecord | None:
 
 def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
     """Raises ValueError, or KeyError, for arrays that do not fit one another."""
+    whole = {name: a.astype(np.int64) for name, a in arrays.items() if name in _WHOLE_NUMBERS and a.dtype.kind in "iu"}
+    arrays = {**arrays, **whole}
     end, counts, line = arrays["forest_subtree_end"], arrays["turn_tokens"], arrays["line"]
     trajectory, node, nodes = arrays["turn_trajectory"], arrays["node"], np.arange(len(end))
     lengths = {"whole": 2, "line": len(line), "forest": len(end), "turn": len(counts)}
@@ -194,13 +197,19 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
             raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
     if missing := [name for name in _NEEDED if name not in arrays]:
         raise ValueError(f"it has no {missing[0]}")
-    if (counts < 0).any() or counts.sum(dtype=np.int64) != len(node) or (np.diff(trajectory) < 0).any():
+    if (counts < 0).any() or counts.sum() != len(node) or (np.diff(trajectory) < 0).any():
         raise ValueError("its turns do not have as many tokens as there are")
     if len(trajectory) and not 0 <= trajectory[0] <= trajectory[-1] < len(line):
         raise ValueError("its turns are of trajectories that are not there")
     if (node >= len(end)).any() or (node < 0).any() or (end > len(end)).any() or (end <= nodes).any():
         raise ValueError("its forest is none")
-    return TokenRecord(arrays, np.concatenate([[0], counts.cumsum(dtype=np.int64)]))
+    if (arrays["forest_token"] >> 32).any():
+        raise ValueError("its tokens are no ids, which have 32 bits")
+    first = np.concatenate([[0], counts.cumsum()])
+    last = node[first[1:][counts > 0] - 1]
+    if (last + 1 - np.searchsorted(np.sort(end), last, side="right") < counts[counts > 0]).any():
+        raise ValueError("its turns have more tokens than there are up to their last")
+    return TokenRecord(arrays, first)
 
 
 def recorded_steps(folder: Path) -> list[int]:
