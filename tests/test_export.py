@@ -32,6 +32,7 @@ STATE: dict[str, Any] = {
     "settings": {"model.name": "some/model", "algorithm": "grpo", "optimizer.lr": "1e-05"},
     "success": {0: 0.25, 20: 0.75, 40: 0.5},
     "summary": {},
+    "stream": {},
 }
 
 
@@ -87,8 +88,19 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(tmp_path: Path) -> N
     path, _ = saved(tmp_path)
     card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "\nbase_model: some/model\n" in card
-    assert "step 20 of" in card and "| 0 | 0.250 |\n| 20 | 0.750 |\n" in card and "| 40 |" not in card
+    assert (
+        "step 20 of reinforcement learning" in card
+        and "| 0 | 0.250 |\n| 20 | 0.750 |\n" in card
+        and "| 40 |" not in card
+    )
     assert "| `algorithm` | `grpo` |" in card
+
+
+def test_the_card_of_a_warm_start_speaks_of_no_reinforcement_learning(tmp_path: Path) -> None:
+    state = {name: value for name, value in STATE.items() if name != "stream"} | {"sft": {"step": 50, "tasks": {}}}
+    path, _ = saved(tmp_path, state=state)
+    card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+    assert "step 50 of the warm start, supervised" in card and "reinforcement" not in card
 
 
 def test_the_card_has_what_a_run_measured_after_its_last_checkpoint(tmp_path: Path) -> None:

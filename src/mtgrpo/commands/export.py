@@ -115,8 +115,11 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     lines = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
     if base and base not in (*FROM_SCRATCH, SHIPPED) and not Path(base).exists():
         lines.append(f"base_model: {base}")
-    lines += ["tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
-    lines.append(f"{base or 'A model'}, trained with mtgrpo: step {point.step} of reinforcement learning.")
+    tags, how = "reinforcement-learning, grpo, mtgrpo", f"step {point.step} of reinforcement learning"
+    if "stream" not in state:
+        tags, how = "mtgrpo", f"step {int(state['sft']['step'])} of the warm start, supervised"
+    lines += [f"tags: [{tags}]", "---", "", f"# {name}", ""]
+    lines.append(f"{base or 'A model'}, trained with mtgrpo: {how}.")
     success = {int(step): value for step, value in state["success"].items()}
     if after := final_results(point.path.parent.parent, point.step):  # measured when it was saved already
         success[point.step] = after["eval/success/after"]
