@@ -81,7 +81,9 @@ def test_mlflow_reads_what_was_written_and_a_resumed_run_is_the_same(tmp_path: P
     assert run.data.metrics["eval/pass_at_8"] == 1.0
 
 
-def test_trackio_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trackio_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What Trackio has stored, below the folder of the test."""
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     import trackio.sqlite_storage as stored  # noqa: PLC0415
@@ -89,11 +91,27 @@ def test_trackio_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr(stored, "TRACKIO_DIR", tmp_path / "trackio")
+    return stored.SQLiteStorage
+
+
+def test_trackio_reads_what_was_written(tmp_path: Path, trackio_s: Any) -> None:
     log_run(["trackio"], tmp_path / "run", [])
     name = "/".join((tmp_path / "run").parts[-2:])
-    rows = stored.SQLiteStorage.get_logs("mtgrpo", name)
+    rows = trackio_s.get_logs("mtgrpo", name)
     for metric, curve in CURVES.items():
         assert [(row["step"], row[metric]) for row in rows if metric in row] == curve
+
+
+def test_runs_of_one_name_are_several_in_trackio_and_a_resumed_one_is_the_same(tmp_path: Path, trackio_s: Any) -> None:
+    folders = [tmp_path / place / "runs" / "a" for place in ("mine", "other")]
+    for folder in folders:
+        folder.parent.mkdir(parents=True)
+        log_run(["trackio"], folder, [], last=2)
+    log_run(["trackio"], folders[0], [], first=3)
+    records = trackio_s.get_run_records("mtgrpo")
+    assert [record["name"] for record in records] == ["runs/a"] * 2
+    rows = [trackio_s.get_logs("mtgrpo", run_id=(folder / "trackio.id").read_text()) for folder in folders]
+    assert [[row["step"] for row in found if "reward/mean" in row] for found in rows] == [[1, 2, 3], [1, 2]]
 
 
 def records(path: Path) -> Iterator[bytes]:

@@ -21,11 +21,12 @@ class Trackio(Tracker):
             self.name,
             space_id=self.space_id or None,
             config=dict(context.settings),
-            resume="allow",
+            resume="never",  # else it goes on in the newest run of this name, which may be another
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        self._run.id = self.kept_id(context.folder / "trackio.id", lambda: self._run.id)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step)
