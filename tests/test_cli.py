@@ -1027,6 +1027,17 @@ def test_a_run_that_is_refused_leaves_no_folder(place: Path) -> None:
     assert (place / "there" / "mcp_time.log").is_file()
 
 
+def test_a_run_that_is_refused_in_a_linked_folder_leaves_the_link(place: Path) -> None:
+    (place / "disk").mkdir()
+    (place / "there").symlink_to("disk")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no such model"), claimed(place / "there", chosen=True):
+            (place / "there" / ".hydra").mkdir()
+            (place / "there" / ".hydra" / "config.yaml").write_text("seed: 1\n")
+            raise ConfigError("no such model")
+        assert (place / "there").is_symlink() and list((place / "disk").iterdir()) == []
+
+
 def test_two_processes_never_share_a_folder(place: Path) -> None:
     taken = pytest.raises(ConfigError, match=r"another process runs in .*run")
     with (

@@ -153,9 +153,10 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
             except ConfigError:
                 files = [path for path in place.rglob("*") if path.is_file() and path.stat().st_size]
                 if not held and all(path.relative_to(place).parts[0] in UNUSED for path in files):
-                    shutil.rmtree(place)
-                    with contextlib.suppress(OSError):  # another run is in a folder above
-                        for above in new:
-                            above.rmdir()
+                    for path in place.iterdir():
+                        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                    with contextlib.suppress(OSError):  # it is a link, or another run is in a folder above
+                        for one in (place, *new):
+                            one.rmdir()
                 raise
         return
