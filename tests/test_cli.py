@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -1036,6 +1037,32 @@ def test_a_run_that_is_refused_in_a_linked_folder_leaves_the_link(place: Path) -
             (place / "there" / ".hydra" / "config.yaml").write_text("seed: 1\n")
             raise ConfigError("no such model")
         assert (place / "there").is_symlink() and list((place / "disk").iterdir()) == []
+
+
+WRITTEN = [".lock", ".hydra/config.yaml", "metrics.jsonl", "notes.txt", "summary.json", "ranks/rank_0.log"]
+WRITTEN += ["journal", "journal/step_000001.jsonl.gz", "trajectories/step_000001.jsonl", "tokens/step_000001.npz"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_run_does_not_go_on_through_links_to_what_is_outside(name: str, place: Path) -> None:
+    for folder in (".hydra", "checkpoints", *{str(Path(one).parent) for one in WRITTEN}):
+        (place / "run" / folder).mkdir(parents=True, exist_ok=True)
+    (place / "run" / "checkpoints" / "step_000001").symlink_to(place)  # is read alone
+    (place / "run" / "told.txt").write_text("told\n")
+    (place / "run" / "also.txt").symlink_to("told.txt")
+    with claimed(place / "run", chosen=True, resumed=True):
+        pass
+    link, mine = place / "run" / name, place / "mine"
+    mine.write_text("mine\n")
+    for target in (mine, place / "new"):  # or one that would be made
+        if link.is_dir():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        refused = pytest.raises(ConfigError, match=f"{link} is a link to {target}, outside of the run; .*: cp -rL ")
+        with refused, claimed(place / "run", chosen=True, resumed=True):
+            pass
+    assert mine.read_text() == "mine\n" and not (place / "new").exists()
 
 
 def test_two_processes_never_share_a_folder(place: Path) -> None:

@@ -16,7 +16,7 @@ from mtgrpo.config.experiment import groups
 from mtgrpo.config.recipe import Recipe, as_settings, read_mapping
 from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import LOCK, last_written
+from mtgrpo.record.reading import LOCK, last_written, own_file
 from mtgrpo.runtime.plain_yaml import read_bounded
 from mtgrpo.weights.saved import find_steps, newest_of
 
@@ -122,6 +122,10 @@ def found_in(folder: Path, chosen: bool, resumed: bool) -> set[str]:
             f"the folder {folder} holds other things and no run: resume=true goes on in the folder of a run, or begins "
             "in an empty one"
         )
+    for path in (*folder.glob("*"), *folder.glob("*/*")) if chosen else ():  # as deep as a run writes to what is there
+        name = path.relative_to(folder)
+        if path.is_symlink() and "checkpoints" not in name.parts:  # those are replaced whole, and may be large
+            own_file(folder, str(name))
     return held
 
 

@@ -172,8 +172,8 @@ def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
 
 def read_settings(folder: Path) -> dict[str, str]:
     """Every option of a run as text, by its full name; {} where the run kept none."""
-    values = fit(_yaml(_own(folder, ".hydra/config.yaml")), SETTINGS) or {}
-    hydra = fit(_yaml(_own(folder, ".hydra/hydra.yaml")), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
+    values = fit(_yaml(own_file(folder, ".hydra/config.yaml")), SETTINGS) or {}
+    hydra = fit(_yaml(own_file(folder, ".hydra/hydra.yaml")), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
     choices = hydra.get("hydra", {}).get("runtime", {}).get("choices", {})
     chosen = {group: as_typed(choice) for group, choice in choices.items() if group == "recipe" or group in values}
     return {**chosen, **flat(values)}
@@ -278,16 +278,16 @@ class _Thinned:
 
 
 def _read(folder: Path, name: str) -> RunRecord:
-    overrides = fit(_yaml(_own(folder, ".hydra/overrides.yaml")), [str])
-    lines = read_last_lines(_own(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
+    overrides = fit(_yaml(own_file(folder, ".hydra/overrides.yaml")), [str])
+    lines = read_last_lines(own_file(folder, "notes.txt"), MAX_LINE_BYTES)[-200:]
     notes = [printable(line.decode(errors="replace")) for line in lines]
     metrics, settings = read_metrics(folder / "metrics.jsonl"), read_settings(folder)
     summary, versions = read_object(folder / "summary.json", RESULTS), read_object(folder / "versions.json", TEXTS)
     return RunRecord(folder, name, metrics, summary, settings, overrides or [], versions, notes)
 
 
-def _own(folder: Path, name: str) -> Path:
-    """A file of text of the run, which somebody else may have sent. ConfigError where it is a link to one outside."""
+def own_file(folder: Path, name: str) -> Path:
+    """A file of the run, which somebody else may have sent. Raises ConfigError where it is a link to one outside."""
     path, place = folder / name, Path(os.path.realpath(folder / name))  # which takes links that go round in a circle
     if not place.is_relative_to(os.path.realpath(folder)):
         raise ConfigError(f"{path} is a link to {place}, outside of the run; where that is meant: cp -rL {folder} COPY")
