@@ -270,7 +270,7 @@ def test_the_hub_is_asked_only_online(hub: list[int], monkeypatch: pytest.Monkey
 def test_it_says_how_several_processes_would_speak(monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = f"torchrun, accelerate {metadata.version('accelerate')}"
     assert found("several processes").found.startswith(f"no GPUs, by gloo; {launchers}")
-    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
+    monkeypatch.setattr(doctor.resources, "count_gpus", lambda: 1)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     assert found("several processes").found.startswith(f"1 GPU, by NCCL; {launchers}")
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)

@@ -7,8 +7,6 @@ ARCHITECTURE.md of the project is the map of its parts.
 Importing this package imports nothing heavy; what it offers to Python is imported when it is asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

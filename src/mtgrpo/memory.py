@@ -91,7 +91,8 @@ def plan(
     that leaves a budget of the usual size. So do, before these, parallel=auto of several ranks and reshard=null. Raises
     ConfigError, with what would help, when there is no room at all, and when there is no such model.
     """
-    settled = list(_settled(experiment, device_type, placement.ranks))
+    ways = (replace(experiment, parallel=parallel) for parallel in _ways(experiment, placement.ranks))
+    settled = [candidates for way in ways for candidates in _computed(way, device_type)]
     for candidates in settled:
         found = estimate(candidates[-1], device_bytes, device_type, taken, placement)
         if found.fits:
@@ -112,12 +113,6 @@ def plan(
         f"{_gb(int(USABLE * device_bytes))} can be used{f', {_gb(taken)} of them by others' if taken else ''}: "
         f"{_advice(tried, found, device_type, taken, placement)}"
     )
-
-
-def _settled(experiment: Experiment, device_type: str, ranks: int) -> Iterator[list[Experiment]]:
-    """What may become of parallel and model.checkpointing, the best first, each with the budgets, the largest first."""
-    for parallel in _ways(experiment, ranks):
-        yield from _computed(replace(experiment, parallel=parallel), device_type)
 
 
 def _ways(experiment: Experiment, ranks: int) -> Iterator[Parallel]:

@@ -19,9 +19,8 @@ class Profile:
     enabled: bool = False  # seconds a conversation waits for the policy and for tools, seconds of a step's phases
     reward: bool = True  # also seconds of scoring
     condensation: bool = True  # also seconds of condensing, and tokens before and after
-    trace_steps: list[int] = field(
-        default_factory=list[int]
-    )  # the steps whose updates are traced, in traces/step_000003.json (Chrome's format)
+    # the steps whose updates are traced, in traces/step_000003.json (Chrome's format)
+    trace_steps: list[int] = field(default_factory=list[int])
 
     def __post_init__(self) -> None:
         if not self.enabled:

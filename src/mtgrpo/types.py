@@ -298,9 +298,8 @@ class Trajectory(Counts):
     counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
     opening: Sequence[Message] = ()  # what it began with, where that is not the task's messages alone
     tools: Sequence[ToolSpec] = ()  # that the model was told of
-    untrained: list[Turn] = field(
-        default_factory=list[Turn]
-    )  # turns whose answer nobody received, or that an agent leaves out
+    # turns whose answer nobody received, or that an agent leaves out
+    untrained: list[Turn] = field(default_factory=list[Turn])
 
     def copy(self) -> Trajectory:
         """One that can be changed without this one: for code of others. What task and agent's data hold is shared."""
@@ -308,14 +307,8 @@ class Trajectory(Counts):
         for turn in turns:
             turn.kept = [tokens[:] for tokens in turn.kept]
         tables = {name: dict(getattr(self, name)) for name in ("components", "data", "counts")}
-        return replace(
-            self,
-            turns=turns,
-            turn_rewards=self.turn_rewards[:],
-            untrained=self.untrained[:],
-            retried=self.retried[:],
-            **tables,
-        )
+        lists = {name: getattr(self, name)[:] for name in ("turn_rewards", "untrained", "retried")}
+        return replace(self, turns=turns, **lists, **tables)
 
     @property
     def failed(self) -> bool:

@@ -3,8 +3,6 @@
 One file = one way to start an agent. What an agent sends is recorded by `endpoint/`; nothing of it is written again.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Client
@@ -94,10 +94,6 @@ class RayCluster:
         """See `Elsewhere`."""
         self._at_once -= 1
         return RayServer(self, words, variables, devices, log.absolute(), late=self._at_once < 0)
-
-    def draining(self) -> Collection[str]:
-        """The machines that are about to go, as Ray names them."""
-        return ray._private.state.state.get_draining_nodes()  # pyright: ignore  Ray's own trainer asks here too
 
     def placed(self, keepers: Sequence[Any], what: str) -> list[Facts]:
         """Of the machines where they are. Raises ConfigError where there is no room, or it is not fit."""
@@ -207,7 +203,7 @@ class RayServer(ServerProcess):
         return f"http://{facts.address}:{port}"
 
     def is_leaving(self) -> bool:
-        return self._node in self.cluster.draining()
+        return self._node in ray._private.state.state.get_draining_nodes()  # pyright: ignore  as Ray's own trainer asks
 
     @property
     def ended(self) -> str:

@@ -24,18 +24,9 @@ from rich.text import Text
 
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
+from mtgrpo.runtime import resources
 from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.packages import PACKAGES
-from mtgrpo.runtime.resources import (
-    WAITING_SET,
-    CpuTimes,
-    cores,
-    count_gpus,
-    free_cores,
-    memory_left,
-    read_cpu_times,
-    threads_for,
-)
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
@@ -89,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def examine(online: bool = False) -> list[Check]:
     """All checks, in the order they are shown; the network is asked only where `online`."""
-    began = read_cpu_times()
+    began, memory = resources.read_cpu_times(), resources.memory_left()[1] / GIB
     with ThreadPoolExecutor() as pool:  # other programs are asked meanwhile
         gpus, sandbox, hub = pool.submit(_gpus), pool.submit(_sandbox), pool.submit(_hub, online)
         packages = list(_python_and_packages())
@@ -99,7 +90,7 @@ def examine(online: bool = False) -> list[Check]:
             Check("sandbox", *sandbox.result(), "the tool python, reward=unit_tests", "apt-get install bubblewrap"),
             *packages,
             *_extras(),
-            Check("processor", State.ok, f"{cores()} cores, {memory_left()[1] / GIB:.0f} GiB of memory"),
+            Check("processor", State.ok, f"{resources.cores()} cores, {memory:.0f} GiB of memory"),
             Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
             Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
             Check("several processes", *_several(), "devices.train.num, torchrun, accelerate launch", "update torch"),
@@ -188,10 +179,10 @@ def _sandbox() -> Finding:
     return State.broken if code else State.ok, f"bubblewrap: {text.strip() or 'works'}"
 
 
-def _threads(since: CpuTimes) -> Finding:
+def _threads(since: resources.CpuTimes) -> Finding:
     """With how many threads a run would compute now."""
-    free, asked = free_cores(since, longest_s=0), os.environ.get(_THREADS, "")
-    fit, found = threads_for(free), f"{free:.1f} of {cores()} cores are free"
+    free, asked = resources.free_cores(since, longest_s=0), os.environ.get(_THREADS, "")
+    fit, found = resources.threads_for(free), f"{free:.1f} of {resources.cores()} cores are free"
     if not asked:
         return State.ok, f"{found}: a run would take {fit}"
     fits = asked.isdigit() and 1 <= int(asked) <= fit
@@ -200,14 +191,14 @@ def _threads(since: CpuTimes) -> Finding:
 
 def _waiting() -> Finding:
     """How threads wait for one another, where the user says it."""
-    chosen = ", ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ.keys() & WAITING_SET))
+    chosen = ", ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ.keys() & resources.WAITING_SET))
     state = State.broken if os.environ.get(_WAIT, "").lower() == "active" else State.ok
     return state, chosen or "threads spin for a moment where cores are free, else they sleep"
 
 
 def _several() -> Finding:
     """How processes that train together would speak, and what can start them."""
-    gpus, by = count_gpus(), "gloo"
+    gpus, by = resources.count_gpus(), "gloo"
     if gpus:
         from torch import distributed  # noqa: PLC0415  a machine without a GPU does without
 

@@ -1,7 +1,5 @@
 """Try a finished policy by hand: talk to it and its tools in the terminal, or serve it to agents."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

@@ -37,10 +37,8 @@ class Exchange:
     def of(request: TurnRequest) -> Exchange:
         """A request that has just come."""
         system = tuple(itertools.takewhile(lambda sent: sent.message.role == "system", request.messages))
-        messages, tools = (
-            request.messages[len(system) :],
-            ((t.name, t.description, t.parameters) for t in request.tools),
-        )
+        messages = request.messages[len(system) :]
+        tools = ((tool.name, tool.description, tool.parameters) for tool in request.tools)
         of_model = [place for place, sent in enumerate(messages) if sent.message.role == "assistant"]
         repeated = of_model[-1] if of_model and of_model[-1] < len(messages) - 1 else -1
         before = _chained(sent.meaning for sent in messages[: max(0, repeated)])

@@ -53,18 +53,10 @@ class Responses(Dialect):
             fields = {"call_id": call_id, "name": call.name, "arguments": strict_json(call.arguments).decode()}
             items.append({"type": "function_call", "id": f"fc_{call_id}", **fields, **done})
         return {
-            "id": reply.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.get("model") or "policy",
-            "error": None,
-            "instructions": body.get("instructions"),
-            "metadata": body.get("metadata") or {},
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "top_p": None,
-            "tool_choice": "auto",
-            "tools": body.get("tools") or [],
+            **{"id": reply.id, "object": "response", "created_at": int(time.time()), "error": None},
+            **{"model": body.get("model") or "policy", "instructions": body.get("instructions")},
+            **{"metadata": body.get("metadata") or {}, "tools": body.get("tools") or [], "tool_choice": "auto"},
+            **{"parallel_tool_calls": True, "temperature": None, "top_p": None},
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": items,

@@ -10,15 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.evaluation.statistics import (
-    Comparison,
-    Estimate,
-    best_of_n,
-    compare_by_task,
-    majority_vote,
-    mean_over_tasks,
-    mean_pass_at_k,
-)
+from mtgrpo.evaluation import statistics
 from mtgrpo.rewards import Reward
 from mtgrpo.types import CallOutcome, Group, Trajectory
 
@@ -47,9 +39,9 @@ class Findings:
 
     tasks: int
     samples: int  # of every task, at least
-    shares: dict[str, Estimate]  # success, which is avg@k, pass@k, greedy
+    shares: dict[str, statistics.Estimate]  # success, which is avg@k, pass@k, greedy
     means: dict[str, float]  # the best reward of all samples, the success of a majority vote
-    breakdowns: dict[str, dict[str, Estimate]]  # success by turns, tools that were called, difficulty
+    breakdowns: dict[str, dict[str, statistics.Estimate]]  # success by turns, tools that were called, difficulty
 
     @classmethod
     def of(cls, groups: EvaluationGroups, reward: Reward) -> Findings:
@@ -61,13 +53,13 @@ class Findings:
         outcomes = [_outcomes(trajectories, reward.success_at) for trajectories in by_task]
         greedy = [_outcomes(group.valid, reward.success_at) for group in groups.greedy if group.valid]
         samples = min(map(len, outcomes))
-        shares = {"success": mean_over_tasks(outcomes)}
+        shares = {"success": statistics.mean_over_tasks(outcomes)}
         for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
-            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k)
-        shares["greedy"] = mean_over_tasks(greedy)
-        best = [best_of_n([t.reward for t in trajectories], samples) for trajectories in by_task]
+            shares[f"pass@{k}"] = statistics.mean_pass_at_k(outcomes, k)
+        shares["greedy"] = statistics.mean_over_tasks(greedy)
+        best = [statistics.best_of_n([t.reward for t in trajectories], samples) for trajectories in by_task]
         answers = [[reward.answer(t) for t in trajectories] for trajectories in by_task]
-        votes = list(map(majority_vote, answers, outcomes))
+        votes = list(map(statistics.majority_vote, answers, outcomes))
         means = {f"best reward of {samples}": sum(best) / len(best), "majority vote": sum(votes) / len(votes)}
         ways: dict[str, Callable[[Trajectory], str]] = {"turns": lambda t: str(len(t.turns)), "tool": _tools}
         for name in _DIFFICULTY:
@@ -78,14 +70,14 @@ class Findings:
         return cls(len(by_task), samples, shares, means, several)
 
 
-def record(findings: Mapping[str, Findings], control: Comparison | None) -> dict[str, Any]:
+def record(findings: Mapping[str, Findings], control: statistics.Comparison | None) -> dict[str, Any]:
     """For JSON: what was found of the run's own tasks, and under `sets` of the others by their names."""
     sets = {name: dataclasses.asdict(of_set) for name, of_set in findings.items() if name}
     tools = {"tools_against_none": dataclasses.asdict(control)} if control else {}
     return {**dataclasses.asdict(findings[""]), **tools, "sets": sets}
 
 
-def table(findings: Mapping[str, Findings], control: Comparison | None) -> str:
+def table(findings: Mapping[str, Findings], control: statistics.Comparison | None) -> str:
     """For people; success by turns, tools and difficulty of the run's own tasks alone."""
     blocks: dict[str, dict[str, str]] = {}
     for name, of_set in findings.items():
@@ -102,7 +94,7 @@ def table(findings: Mapping[str, Findings], control: Comparison | None) -> str:
     return "\n".join([*lines, *([f"with tools against without: {control}"] if control else [])])
 
 
-def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Comparison | None:
+def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> statistics.Comparison | None:
     """How much tools change success, task by task in the order of both; None where nothing was played without them."""
     if NO_TOOLS not in groups:
         return None
@@ -110,7 +102,7 @@ def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Compar
         {str(place): _outcomes(of.valid, success_at) for place, of in enumerate(groups[name].sampled) if of.valid}
         for name in (NO_TOOLS, "")
     )
-    return compare_by_task(without, with_tools)
+    return statistics.compare_by_task(without, with_tools)
 
 
 def what_was_learned(summary: Mapping[str, float], samples: int, lr: float) -> str:
@@ -180,7 +172,7 @@ def _tools(trajectory: Trajectory) -> str:
 
 def _break_down(
     by_task: Sequence[Sequence[Trajectory]], success_at: float, way: Callable[[Trajectory], str]
-) -> dict[str, Estimate]:
+) -> dict[str, statistics.Estimate]:
     """Success by what `way` says of a trajectory; the largest parts, in the order of their names."""
     parts: dict[str, list[list[float]]] = defaultdict(list)
     for trajectories in by_task:
@@ -194,4 +186,4 @@ def _break_down(
     shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))}
     if rest := [outcomes for name in by_size[len(largest) :] for outcomes in parts[name]]:
         shown["other"] = rest
-    return {name: mean_over_tasks(outcomes) for name, outcomes in shown.items()}
+    return {name: statistics.mean_over_tasks(outcomes) for name, outcomes in shown.items()}

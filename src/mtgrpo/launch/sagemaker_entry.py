@@ -4,8 +4,6 @@ A program by itself, of the standard library alone: it is what installs the rest
 which SageMaker keeps in S3, and always resumes what is there; so a job whose machines were taken back goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

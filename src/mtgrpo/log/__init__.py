@@ -161,17 +161,13 @@ class Sinks:
             try:
                 act(sink)
             except Exception as error:
-                self._failed(sink, error)
-
-    def _failed(self, sink: Sink, error: Exception) -> None:
-        """What is raised while it is handled: the error itself, of a required sink or the last."""
-        if sink.required:
-            raise error
-        if sink in self._sinks:
-            self._sinks.remove(sink)
-            if not self._sinks:  # nobody is left who could be told
-                raise error
-            self.note(self._lost(sink, error))
+                if sink.required:
+                    raise
+                if sink in self._sinks:
+                    self._sinks.remove(sink)
+                    if not self._sinks:  # nobody is left who could be told
+                        raise
+                    self.note(self._lost(sink, error))
 
     @staticmethod
     def _lost(sink: Sink, error: Exception) -> str:

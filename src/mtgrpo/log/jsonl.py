@@ -4,8 +4,7 @@ import copy
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from io import BytesIO
-from typing import BinaryIO, ClassVar, Self
+from typing import BinaryIO, ClassVar, Self, cast
 
 from mtgrpo.log import Sink
 from mtgrpo.parts import RunContext
@@ -21,11 +20,8 @@ class Jsonl(Sink):
     """
 
     required: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._metrics: BinaryIO = BytesIO()
-        self._notes: BinaryIO = BytesIO()
-        self._stage = ""
+    _metrics = _notes = cast("BinaryIO", None)  # while it is open
+    _stage = ""
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

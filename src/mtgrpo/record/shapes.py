@@ -14,16 +14,10 @@ _MESSAGE: Json = {
     **{"role": str, "content": str, "reasoning": str, "name": str, "error": str, "tool_calls": [_CALL]},
     "tokens": [int],
 }
-_LENGTHS: Json = {
-    "new_context_tokens": int,
-    "output_tokens": int,
-    "parent": int,
-    "version_min": int,
-    "version_max": int,
-    "asked_s": float,
-    "ended_s": float,
+_TURN: Json = {
+    **{"new_context_tokens": int, "output_tokens": int, "parent": int, "version_min": int, "version_max": int},
+    **{"asked_s": float, "ended_s": float, "finish": str, "auxiliary": bool, "opens_with": [_MESSAGE]},
 }
-_TURN: Json = {**_LENGTHS, "finish": str, "auxiliary": bool, "opens_with": [_MESSAGE]}
 _TIMES: Json = {"queued_s": float, "began_s": float, "sample_s": float, "tool_s": float, "condense_s": float}
 _TOOL_USE: Json = {"name": str, "outcome": str, "began_s": float, "seconds": float, "retries": int, "why": str}
 TRAJECTORY: Json = {

@@ -16,24 +16,10 @@ Series = list[tuple[float, float]]  # step, value
 Outcomes = Mapping[str, Sequence[float]]  # task -> 1.0 or 0.0 for each of its samples
 
 FIRST = (  # metrics that say how a run went, in the order they are shown; the others follow by name
-    "reward/mean",
-    "reward/success",
-    "eval/success",
-    "eval/greedy",
-    "policy/loss",
-    "policy/entropy",
-    "policy/kl",
-    "policy/grad_norm",
-    "policy/clip_fraction",
-    "policy/lr",
-    "reward/groups_with_variance",
-    "rollout/turns",
-    "rollout/sampled_tokens",
-    "rollout/tool_rate",
-    "rollout/tool_error_rate",
-    "rollout/truncated",
-    "perf/tokens_per_s",
-    "sft/loss",
+    *("reward/mean", "reward/success", "eval/success", "eval/greedy"),
+    *("policy/loss", "policy/entropy", "policy/kl", "policy/grad_norm", "policy/clip_fraction", "policy/lr"),
+    *("reward/groups_with_variance", "rollout/turns", "rollout/sampled_tokens", "rollout/tool_rate"),
+    *("rollout/tool_error_rate", "rollout/truncated", "perf/tokens_per_s", "sft/loss"),
 )
 PARTS = ("recipe", "model.name", "task", "environment", "reward", "algorithm", "advantage", "seed", "trainer.steps")
 RESULT = ("held-out", "before", "after", "change")

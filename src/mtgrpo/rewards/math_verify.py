@@ -32,9 +32,9 @@ class MathVerify(Reward, timeout_s="> 0"):
 
     It is looked for after the last `####`, in its line where that has a digit, else in the whole message: what the last
     \\boxed{} holds, else a formula between dollars, or a tuple or LaTeX alone in the line, else the last number. Equal
-    are 1/2, \\frac{1}{2} and 0.5, x = 5 and 5, 60\\% and 60; numbers with decimals are compared to six digits. A line of a
-    number with its magnitude (2 million, 3e3) is worth 0. It may take long to simplify an expression: that is done in a
-    process of its own, which is stopped at the limit.
+    are 1/2, \\frac{1}{2} and 0.5, x = 5 and 5, 60\\% and 60; numbers with decimals are compared to six digits. A line
+    that ends in a magnitude (2 million, 3e3) is worth 0. It may take long to simplify an expression: that is done in
+    a process of its own, which is stopped at the limit.
     """
 
     compares = cpu_heavy = True

@@ -64,7 +64,7 @@ class Numeric(Reward):
     """1 when the number that the final message gives equals the answer exactly, else 0.
 
     It is looked for in the line after the last `####`, but in the last `\\boxed{}` where one follows below or no `####`
-    stands. There must be one number: an integer, a decimal, a fraction or a mixed number. `$`, `%`, thousands separators,
+    stands. There must be one number: an integer, a decimal, a fraction or a mixed number. `$`, `%`, thousands signs,
     trailing zeros, a name before it (`x =`, `Total:`) and a unit behind it do not matter: `$1,200.00` equals `1200`,
     `1/2` equals `0.5`, `9 apples` equals `9`. Nothing is calculated or converted; what is no single number is worth 0:
     `9*9`, `9 or 8`, `9 million`, `20k`, `3 of 4`.

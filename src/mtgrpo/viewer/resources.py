@@ -21,19 +21,7 @@ from mtgrpo.config.helptext import summary
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.evaluation.statistics import mean_over_tasks
-from mtgrpo.record.reading import (
-    AFTER,
-    BEFORE,
-    GREEDY,
-    Metrics,
-    RunRecord,
-    count,
-    heads,
-    parse_row,
-    places_of_turns,
-    read_runs,
-    step_of,
-)
+from mtgrpo.record import reading
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
@@ -84,7 +72,7 @@ class Runs:
                 yield f"{place}/list"
                 yield from (f"{place}/{line}" for line in range(len(listed(path)[0])))
                 yield f"{place}/timeline"
-                if step_of(path.stem) in steps:
+                if reading.step_of(path.stem) in steps:
                     yield f"{place}/forest"
 
     def _folder(self, number: str) -> Path | None:
@@ -93,7 +81,7 @@ class Runs:
 
     def _of_file(self, folder: Path, path: Path, what: str) -> Any:
         rows, offsets = listed(path)
-        step = step_of(path.stem)
+        step = reading.step_of(path.stem)
         if what == "list":
             seen = of_lines(folder, step) if step else {}
             return {"file": path.stem, "rows": [row | seen.get(row["line"], {}) for row in rows]}
@@ -102,9 +90,9 @@ class Runs:
         if not (re.fullmatch("[0-9]{1,7}", what) and int(what) < len(rows)):
             return None
         line, facts = int(what), rows[int(what)]
-        row = parse_row(read_line(path, offsets[line][0]), TRAJECTORY) or {}
+        row = reading.parse_row(read_line(path, offsets[line][0]), TRAJECTORY) or {}
         for name, told in offsets[line][1].items():
-            row[name] = (parse_row(read_line(path, told), TRAJECTORY) or {}).get(name)
+            row[name] = (reading.parse_row(read_line(path, told), TRAJECTORY) or {}).get(name)
         siblings = [other["line"] for other in rows if other["group"] == facts["group"]]
         tokens = of_conversation(folder, step, line) if step else None
         return {"row": row, "facts": facts, "siblings": siblings, "tokens": tokens}
@@ -119,8 +107,9 @@ class Runs:
             **{"name": self._names[number], "recipe": settings.get("recipe", ""), "task": settings.get("task", "")},
             **{"algorithm": settings.get("algorithm", ""), "model": settings.get("model.name", "")},
             **{"step": learning[-1].get("step", 0) if learning else 0, "ended": bool(run.summary)},
-            **{"steps": count(settings.get("trainer.steps", "")), "rewards": rewards[::thin]},
-            **{"before": _success(run, BEFORE), "after": _success(run, AFTER), "success": _meaning(run)},
+            **{"steps": reading.count(settings.get("trainer.steps", "")), "rewards": rewards[::thin]},
+            **{"before": _success(run, reading.BEFORE), "after": _success(run, reading.AFTER)},
+            "success": _meaning(run),
             **{"notes": len(run.notes), "warnings": len(warnings), "newest": [*run.notes, *warnings][-1:]},
             "written": max((time for time, _ in _stamp(run.folder)), default=0) / 1e9,
         }
@@ -142,7 +131,7 @@ class Runs:
 
 def _files(folder: Path) -> list[Path]:
     """Those of conversations in the order of training: what was evaluated before it, its steps, what was after it."""
-    last = AFTER, GREEDY[AFTER]
+    last = reading.AFTER, reading.GREEDY[reading.AFTER]
     found = sorted((folder / "trajectories").glob("*.jsonl"), key=lambda path: (path.stem.startswith(last), path))
     return [path for path in found if _FILE.fullmatch(path.stem) and path.is_file()]
 
@@ -153,15 +142,15 @@ def _stamp(folder: Path) -> Stamp:
 
 
 @functools.lru_cache(maxsize=32)
-def _run(folder: Path, _stamp: Stamp) -> RunRecord:
+def _run(folder: Path, _stamp: Stamp) -> reading.RunRecord:
     """What it left; where that is refused, a note of why."""
     try:
-        return read_runs([folder])[0]
+        return reading.read_runs([folder])[0]
     except (ConfigError, OSError) as error:
-        return RunRecord(folder, folder.name, Metrics(), {}, {}, [], {}, [printable(str(error))])
+        return reading.RunRecord(folder, folder.name, reading.Metrics(), {}, {}, [], {}, [printable(str(error))])
 
 
-def _success(run: RunRecord, name: str) -> list[float] | None:
+def _success(run: reading.RunRecord, name: str) -> list[float] | None:
     """Held-out success with its interval, as a report has them."""
     if not (outcomes := run.outcomes(name)):
         return None
@@ -169,7 +158,7 @@ def _success(run: RunRecord, name: str) -> list[float] | None:
     return [found.mean, found.low, found.high]
 
 
-def _meaning(run: RunRecord) -> str:
+def _meaning(run: reading.RunRecord) -> str:
     """What a success is in this run, and what the rewards that come with the package say of themselves."""
     chosen = [("reward", name) for name in run.settings.get("reward", "").strip("[]").split(",")]
     if ("reward", "environment") in chosen:
@@ -184,7 +173,7 @@ def _index(folder: Path) -> Json:
     tasks: dict[str, int] = {}
     files: list[Json] = []
     for path in _files(folder):
-        found = heads(path)
+        found = reading.heads(path)
         numbers = [tasks.setdefault(task, len(tasks)) for task, *_ in found]
         rewards = [None if reward is None else round(reward, 6) for _, _, reward, _ in found]
         failed = [line for line, (_, status, *_) in enumerate(found) if status == "failed"]
@@ -201,7 +190,7 @@ def listed(path: Path) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:
 def _listed(path: Path, _time: int, _size: int) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:
     rows, offsets, told = list[Json](), list[tuple[int, dict[str, int]]](), dict[str, int]()
     for line in read_lines(path):
-        row = parse_row(line.text, TRAJECTORY) or {}
+        row = reading.parse_row(line.text, TRAJECTORY) or {}
         told = told | {name: line.offset for name in WHERE_THEY_CHANGE if name in row}
         rows.append(_facts(row, line.number - 1))
         offsets.append((line.offset, told))
@@ -215,7 +204,7 @@ def _timeline(path: Path) -> Json:
     """
     lanes, pushes = list[Json](), list[Json]()
     for line in read_lines(path):
-        row = parse_row(line.text, TRAJECTORY) or {}
+        row = reading.parse_row(line.text, TRAJECTORY) or {}
         pushes += row.get("pushes", [])
         turns = [turn for turn in row.get("turns", []) if "ended_s" in turn]
         ended_s = max((turn["ended_s"] or 0 for turn in turns), default=0)
@@ -228,7 +217,7 @@ def _timeline(path: Path) -> Json:
 def _facts(row: Json, line: int) -> Json:
     messages, turns = row.get("messages", []), row.get("turns", [])
     answers = [str(message.get("content", "")) for message in messages if message.get("role") == "tool"]
-    by_policy = places_of_turns(row)
+    by_policy = reading.places_of_turns(row)
     opening = messages[: by_policy[0]] if by_policy else messages  # examples are in it too, before the question
     asked = next((message for message in reversed(opening) if message.get("role") == "user"), {})
     said = messages[by_policy[-1]] if by_policy else {}

@@ -1,7 +1,6 @@
 """The record of a step's tokens as the page gets it: conversations, prefix trees, times."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +82,15 @@ def forest(folder: Path, step: int) -> Json | None:
     turn = np.repeat(np.arange(len(arrays["turn_tokens"])), arrays["turn_tokens"])
     below = order[np.searchsorted(node[order], start).clip(0, max(0, len(node) - 1))] if len(node) else order
     lines = arrays["line"][arrays["turn_trajectory"][turn[below]]] if len(node) else []
-    depth = _depths(start.tolist(), stop.tolist(), end[start].tolist())
+    depth = start - np.searchsorted(np.sort(end), start, side="right")  # nodes before whose subtrees have not ended
     labels = [token[first : min(last, first + _LABEL)].tolist() for first, last in zip(start, stop, strict=True)]
     texts = [tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str(ids) for ids in labels]
     return {
-        **{"depth": depth, "length": (stop - start).tolist(), "leaf": leaf[start].tolist()},
+        **{"depth": depth.tolist(), "length": (stop - start).tolist(), "leaf": leaf[start].tolist()},
         **{"leaves": (leaf[end[start]] - leaf[start]).tolist(), "push": numbers(push, 9), "sampled": sampled.tolist()},
         **{"line": np.asarray(lines).tolist(), "text": list(map(printable, texts)), "runs": len(begins)},
         **{"whole": arrays["whole"].tolist(), "nodes": len(end), "conversations": len(arrays["line"])},
     }
-
-
-def _depths(start: Sequence[int], stop: Sequence[int], end: Sequence[int]) -> list[int]:
-    """How many tokens stand above each run."""
-    depths, above = list[int](), list[tuple[int, int]]()  # the open runs: where their subtrees end, their own depth end
-    for first, last, last_below in zip(start, stop, end, strict=True):
-        while above and above[-1][0] <= first:
-            above.pop()
-        depth = above[-1][1] if above else 0
-        depths.append(depth)
-        above.append((last_below, depth + last - first))
-    return depths
 
 
 def numbers(values: NDArray[Any], digits: int = 6) -> list[float | int | None]:
