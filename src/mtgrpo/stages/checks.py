@@ -29,15 +29,7 @@ from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.demonstrated import try_demonstrations
 from mtgrpo.stages.resume import changed_files
-from mtgrpo.stages.trial import (
-    made_anew,
-    trained_too,
-    try_condenser,
-    try_empty_answer,
-    try_tasks,
-    unanswered,
-    ungraded,
-)
+from mtgrpo.stages.trial import made_anew, trained_too, try_condenser, try_empty_answer, try_tasks, unanswered, ungraded
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
 from mtgrpo.weights.saved import NO_REFERENCE, STATE, Checkpoint, find_newest, newest_of, read_checkpoint

@@ -17,16 +17,7 @@ from mtgrpo.parts.extension import is_ours
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import laid_out, refused_calls, written
-from mtgrpo.stages.trial import (
-    FEW,
-    LONGEST_S,
-    MISTAKES,
-    a_conversation,
-    all_ours,
-    begins,
-    grade,
-    left_to_the_run,
-)
+from mtgrpo.stages.trial import FEW, LONGEST_S, MISTAKES, a_conversation, all_ours, begins, grade, left_to_the_run
 from mtgrpo.tasks import Split, TaskSource, demonstration
 from mtgrpo.types import SUMMARY, UNLIMITED, Completion, Limits, Message, Sampling, Task, ToolSpec, Trajectory
 
