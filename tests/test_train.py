@@ -359,19 +359,20 @@ def test_what_top_p_and_top_k_cut_off_is_cut_off_in_the_update_too(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["normal", "shuffled", "flipped"])
 def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The advantages that are trained on, against those of the rewards."""
+    assigned_last: list[torch.Tensor] = []
     credited: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
     assign, prepare = WholeTrajectory.assign, Objective.prepare
 
     def spy_assign(self: WholeTrajectory, *arguments: Any) -> Any:
         assigned = assign(self, *arguments)
-        credited.append(assigned.advantage.clone())
+        assigned_last[:] = [assigned.advantage.clone()]  # of single groups too, to see which teach
         return assigned
 
     def spy_prepare(self: Objective, *arguments: Any) -> Any:
         yield from prepare(self, *arguments)
         first = torch.cat([torch.ones(1) > 0, self._batch.trajectory.diff() != 0])
-        credited[-1] = credited[-1][first]  # one advantage for each trajectory
+        credited.append(assigned_last[0][first])  # one advantage for each trajectory
         given.append(self._advantage[first])
 
     monkeypatch.setattr(WholeTrajectory, "assign", spy_assign)

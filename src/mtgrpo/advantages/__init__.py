@@ -5,6 +5,7 @@ An estimator is independent of the algorithm, which sets the baseline.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -108,6 +109,7 @@ def varies(group: Group, estimator: AdvantageEstimator, algorithm: Algorithm) ->
     rewards = estimator.weigh(rewards_of([group], algorithm, *token))
     seen = rewards.totals() - rewards.totals()[:1]
     if algorithm.compares_siblings and not algorithm.has_critic:
+        estimator, algorithm = copy.copy(estimator), copy.copy(algorithm)  # what they keep, if anything, is of training
         seen = estimator.assign(rewards, algorithm).advantage[rewards.of_tokens(rewards.trained)]
     return bool((seen.abs() > LEAST_ADVANTAGE).any())
 
