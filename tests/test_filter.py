@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
 
-from mtgrpo.advantages import AdvantageEstimator, varies
+from mtgrpo.advantages import AdvantageEstimator, Assigned, varies
 from mtgrpo.advantages.gigpo import GiGPO
 from mtgrpo.advantages.return_to_go import ReturnToGo
-from mtgrpo.advantages.rewards import comparable
+from mtgrpo.advantages.rewards import Rewards, comparable
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.advantages.turn import ByTurn
-from mtgrpo.algorithms import Truncated
+from mtgrpo.algorithms import Algorithm, Tensor, Truncated
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.group import RolloutRunner
@@ -100,6 +101,19 @@ def test_rewards_of_turns_are_a_difference_too() -> None:
 def test_a_group_is_left_out_where_all_its_advantages_are_zero(one: Group, teaches: tuple[bool, ...]) -> None:
     estimators = (WholeTrajectory(), ReturnToGo(), ReturnToGo(gamma=0.9), ByTurn(), GiGPO())
     assert tuple(kept(Filter(zero_variance=True), one, estimator=by) for by in estimators) == teaches
+
+
+def test_what_an_estimator_keeps_is_of_training_alone() -> None:
+    @dataclass
+    class Watched(WholeTrajectory):
+        seen: list[int] = field(default_factory=list[int])
+
+        def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
+            self.seen.append(len(rewards.outcome))
+            return super().assign(rewards, algorithm, values)
+
+    watched = Watched()
+    assert varies(group(1, 0), watched, GRPO()) and watched.seen == []
 
 
 def test_a_penalised_group_is_worth_what_training_makes_of_it() -> None:

@@ -54,6 +54,10 @@ RIGHT = [
     ("The answer is \\boxed{5}.\n\n#### Note\nThis holds for n=3.", "5"),
     *((f"\\boxed{{60{sign}}}", f"60{of}") for sign in ("", "%", "\\%") for of in ("", "%", "\\%")),
     ("#### 18%", "18"),
+    ("#### 60%", "0.6"),
+    ("#### 0.333333", "1/3"),
+    ("#### x = 0.666667", r"\frac{2}{3}"),
+    ("#### 12 hundred-dollar bills", "12"),
     ("Tom has 3 apples.\n<answer>5</answer>", "5"),
     ("Tom has 2 apples; the rest is `5`", "5"),
     (r"\boxed{10~\text{cm}}", "10"),
@@ -82,8 +86,7 @@ WRONG = [
     ("I think it's 3.\n<answer>5</answer>", "3"),
     ("Tom has 2 apples; the rest is `5`", "2"),
     ("#### 1 1/2", "1"),
-    ("#### 1 million", "1"),
-    ("#### 3e3", "3"),
+    *((f"so 3\n#### {line}", "3") for line in ("There is no solution", "x", "twelve")),
 ]
 
 
@@ -97,6 +100,7 @@ def test_answers_that_are_written_otherwise_are_one_in_a_vote() -> None:
     assert {MathVerify().answer(said(text, "5")) for text in texts} == {"5"}
     assert {MathVerify().answer(said(text, "")) for text in (r"\boxed{x + 1}", "#### \\boxed{x+1}")} == {"x+1"}
     assert MathVerify().answer(said("", "5")) == ""
+    assert len({MathVerify().answer(said(f"It is ${pair}$", "")) for pair in ("(1, 2)", "(3, 2)", "x+2")}) == 3
 
 
 @pytest.mark.parametrize("text, answer", WRONG)

@@ -238,16 +238,24 @@ def test_problems_come_from_a_folder_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"problem": None}, {"solution": "no box"}, {"solution": None}, {"answer": ""}])
 def test_bad_problems_are_named_with_their_line_and_end_no_run(change: dict[str, Any], tmp_path: Path) -> None:
-    file = write(tmp_path / "train.jsonl", [PROBLEMS[0], PROBLEMS[1] | change])
-    stream = Math(path=str(tmp_path)).stream(Split.train, seed=0, repeat=False)
-    (task,) = stream
-    assert task.answer == r"\frac{1}{2}" and stream.skipped == 1
-    assert f"here: {file}, line 2: " in stream.notes[0] and "task=jsonl" in stream.notes[0]
+    for rows, line in (([PROBLEMS[0], PROBLEMS[1] | change], 2), ([PROBLEMS[1] | change, PROBLEMS[0]], 1)):
+        file = write(tmp_path / "train.jsonl", rows)
+        stream = Math(path=str(tmp_path)).stream(Split.train, seed=0, repeat=False)
+        assert [task.answer for task in stream] == [r"\frac{1}{2}"] and stream.skipped == 1
+        assert f"here: {file}, line {line}: " in stream.notes[0] and "task=jsonl" in stream.notes[0]
     write(tmp_path / "train.jsonl", [PROBLEMS[1] | change])
     assert refusal(functools.partial(tasks, Math(path=str(tmp_path)), Split.train)).startswith(f"{file}, line 1: ")
 
 
-@pytest.mark.parametrize(("solution", "answer"), [("So $\\boxed 2$.", "2"), ("It is \\fbox{3} or so", "3")])
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("So $\\boxed 2$.", "2"),
+        ("$\\boxed 1/2$", "1/2"),
+        ("It is \\fbox{3} or so", "3"),
+        ("$\\boxed{5}$ (\\fbox{3})", "5"),
+    ],
+)
 def test_boxes_without_braces_or_of_another_name_are_answers_of_math(
     solution: str, answer: str, tmp_path: Path
 ) -> None:

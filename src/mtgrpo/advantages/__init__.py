@@ -104,12 +104,13 @@ def varies(group: Group, estimator: AdvantageEstimator, algorithm: Algorithm) ->
         for number, t in enumerate(group.trajectories)
         for place, turn in enumerate(t.turns)
     ]
-    trajectory, turn, tokens = torch.tensor(turns, dtype=torch.long).view(-1, 3).unbind(1)
+    trajectory, turn, length = torch.tensor(turns, dtype=torch.long).view(-1, 3).unbind(1)
+    tokens = (length.unique(return_inverse=True)[1] + 1) * (length > 0)  # as different as the lengths, and few
     token = trajectory.repeat_interleave(tokens), turn.repeat_interleave(tokens)
     rewards = estimator.weigh(rewards_of([group], algorithm, *token))
     seen = rewards.totals() - rewards.totals()[:1]
     if algorithm.compares_siblings and not algorithm.has_critic:
-        estimator, algorithm = copy.copy(estimator), copy.copy(algorithm)  # what they keep, if anything, is of training
+        estimator, algorithm = copy.deepcopy((estimator, algorithm))  # what they keep is of training
         seen = estimator.assign(rewards, algorithm).advantage[rewards.of_tokens(rewards.trained)]
     return bool((seen.abs() > LEAST_ADVANTAGE).any())
 

@@ -124,7 +124,8 @@ def found_in(folder: Path, chosen: bool, resumed: bool) -> set[str]:
         )
     for path in (*folder.glob("*"), *folder.glob("*/*")) if chosen else ():  # as deep as a run writes to what is there
         name = path.relative_to(folder)
-        if path.is_symlink() and "checkpoints" not in name.parts:  # those are replaced whole, and may be large
+        large = path.parent.name == "checkpoints" or (path.name == "checkpoints" and is_own(path.parent))
+        if path.is_symlink() and not large:  # single checkpoints are replaced whole
             own_file(folder, str(name))
     return held
 

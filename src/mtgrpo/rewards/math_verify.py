@@ -20,9 +20,9 @@ _ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin spac
 _FORMULA = re.compile(
     r"(?=[(\[].*,|\\[a-z])(?:\\text\{[^{}]*\}|\\(?!boxed)[A-Za-z]*+|[A-Za-z](?![A-Za-z])|[ -#&-@\[\]^_{-~])++"
 )
-_MARKS = re.compile(r"</?\w+>|`|~(?=[A-Za-z\\])|(?<=\d)~")  # of tags, code and LaTeX's spaces
+_MARKS = re.compile(r"</?[A-Za-z]\w*>|`|~(?=[A-Za-z\\])|(?<=\d)~")  # of tags, code and LaTeX's spaces
 _PERCENT = re.compile(r"\\?%")
-_MAGNITUDE = re.compile(r"[^\\]*\d\s*(?:[eE]\d+|hundred|thousand|[mbtr]+illion|dozen)\b[^\\]*")
+_DOLLARS = re.compile(r"\$([^$]+)\$")
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
 
 
@@ -32,9 +32,9 @@ class MathVerify(Reward, timeout_s="> 0"):
 
     It is looked for after the last `####`, in its line where that has a digit, else in the whole message: what the last
     \\boxed{} holds, else a formula between dollars, or a tuple or LaTeX alone in the line, else the last number. Equal
-    are 1/2, \\frac{1}{2} and 0.5, x = 5 and 5, 60\\% and 60; numbers with decimals are compared to six digits. A line
-    that ends in a magnitude (2 million, 3e3) is worth 0. It may take long to simplify an expression: that is done in
-    a process of its own, which is stopped at the limit.
+    are 1/2, \\frac{1}{2} and 0.5, or x = 5 and 5; 60\\% is 60, and 0.6 too; numbers with decimals are compared to six
+    digits. It may take long to simplify an expression: that is done in a process of its own, which is stopped at the
+    limit.
     """
 
     compares = cpu_heavy = True
@@ -47,8 +47,9 @@ class MathVerify(Reward, timeout_s="> 0"):
 
     def answer(self, trajectory: Trajectory) -> str:
         text = _stated(trajectory.final)
-        number = single_number(box) if (box := boxed(text)) else last_number(text)
-        return "".join((box or text).split()) if number is None else str(number)
+        formula = boxed(text) or (_DOLLARS.findall(text) or [""])[-1]
+        number = single_number(formula) if formula else last_number(text)
+        return "".join((formula or text).split()) if number is None else str(number)
 
     def reward(self, trajectory: Trajectory) -> float:
         """Raises TaskError when the task's answer is no mathematics."""
@@ -70,13 +71,14 @@ def _stated(text: str) -> str:
     line = behind.strip().partition("\n")[0].strip("*` ")
     if marker and _FORMULA.fullmatch(line):
         text = f"\\boxed{{{line}}}"
-    elif marker and (not line or "\\boxed" in behind):  # of a heading, with the answer below
+    elif marker and boxed(behind):
         text = behind
     elif marker and re.search(r"\d", line):
-        number = single_number(line)
-        text = "" if _MAGNITUDE.fullmatch(line) else line if number is None else f"\\boxed{{{number}}}"
-    text = _MARKS.sub(" ", text[max(0, text.rfind("\\boxed")) :]).replace("\u2212", "-")
-    return _PERCENT.sub("", _ODD.sub("", text))
+        number = None if re.search("[.%]", line) else single_number(line)
+        text = line if number is None else f"\\boxed{{{number}}}"
+    elif marker:  # which may be that of a heading, with the answer below
+        text = text if line and boxed(text) else behind
+    return _ODD.sub("", _MARKS.sub(" ", text[max(0, text.rfind("\\boxed")) :])).replace("\u2212", "-")
 
 
 @functools.cache
@@ -90,8 +92,15 @@ def _library() -> Any:
 
 
 def _verdict(library: Any, answer: str, text: str) -> int:
+    """What `_compared` says, with percent as a hundredth and, where that is not right, as a unit."""
+    verdict = _compared(library, _PERCENT.sub("\\\\%", answer), text)
+    if verdict == _RIGHT or "%" not in answer + text:
+        return verdict
+    return min(verdict, _compared(library, _PERCENT.sub("", answer), _PERCENT.sub("", text)))
+
+
+def _compared(library: Any, answer: str, text: str) -> int:
     try:
-        answer = _PERCENT.sub("", answer)
         # Where a time limit is given, math-verify would use a signal that cannot stop work inside one operation.
         marked = answer if "$" in answer.replace("\\$", "") or "\\boxed" in answer else f"\\boxed{{{answer}}}"
         gold = library.parse(marked, parsing_timeout=None)

@@ -63,7 +63,7 @@ _DASH = re.compile(rf"\s*+(?:{_SIGN}|[\u2014*\u2022])\s")  # a bullet, or betwee
 class Numeric(Reward):
     """1 when the number that the final message gives equals the answer exactly, else 0.
 
-    It is looked for in the line after the last `####`, but in the last `\\boxed{}` where one follows below or no `####`
+    It is looked for in the line after the last `####`, but in the last `\\boxed{}` where that gives none or no `####`
     stands. There must be one number: an integer, a decimal, a fraction or a mixed number. `$`, `%`, thousands signs,
     trailing zeros, a name before it (`x =`, `Total:`) and a unit behind it do not matter: `$1,200.00` equals `1200`,
     `1/2` equals `0.5`, `9 apples` equals `9`. Nothing is calculated or converted; what is no single number is worth 0:
@@ -99,8 +99,8 @@ def stated_number(text: str, require_marker: bool) -> Fraction | None:
     """The number that `text` gives as its answer, as `Numeric` finds it; None where there is none."""
     _, marker, behind = text.rpartition(_MARKER)
     line, _, below = behind.lstrip().partition("\n")
-    if marker and _BOX not in below:
-        return single_number(line)
+    if marker and ((number := single_number(line)) is not None or not boxed(below, 2 * _MAX_STATEMENT)):
+        return number
     if _BOX in text:
         return single_number(boxed(text, 2 * _MAX_STATEMENT))
     return None if require_marker else last_number(text)

@@ -14,7 +14,7 @@ from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
 
 _EVAL_FRACTION = 0.1  # of a single file
-_UNBRACED = re.compile(r"\\boxed\s+(\w+)")  # as in $\boxed 2$, of two solutions of MATH
+_UNBRACED = re.compile(r"\\boxed\s+([^\s$]+)\$")  # $\boxed 2$, as in two solutions of MATH
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Math(Published):
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
         solution = row.get("solution") or ""
-        inside = boxed(solution.replace("\\fbox", "\\boxed")) or (_UNBRACED.findall(solution) or [""])[-1]
+        framed, bare = solution.replace("\\fbox", "\\boxed"), _UNBRACED.findall(solution) or [""]
+        inside = boxed(solution) or bare[-1] or boxed(framed)
         answer = inside if row.get("answer") is None else str(row["answer"])
         if not answer:
             raise ValueError("answer")

@@ -15,6 +15,8 @@ from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
 from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
 
+TRIED = 20  # rows, of which one at least must be a task
+
 
 @dataclass
 class Published(TaskSource):
@@ -77,12 +79,23 @@ class Published(TaskSource):
         chosen = self.chosen(rows, split)
         if not chosen:
             raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
-        self.prompted(rows, chosen[0])
+        self._try(rows, chosen[: TRIED if self.skips else 1])
         blocks = rows.blocks if len(chosen) == len(rows) else ()
         tasks = partial(self.prompted, rows)
         stream = IndexedStream(len(chosen), lambda index: tasks(chosen[index]), seed, repeat, blocks, self.skips)
         stream.notes += rows.notes()
         return stream
+
+    def _try(self, rows: Rows, few: Sequence[int]) -> None:
+        """Raises ConfigError, that of the first, where none of a few rows is a task."""
+        refusals: list[ConfigError] = []
+        for index in few:
+            try:
+                self.prompted(rows, index)
+                return
+            except ConfigError as error:
+                refusals.append(error)
+        raise refusals[0]
 
     def prompted(self, rows: Rows, index: int) -> Task:
         """The task of row `index` after the system prompt and the examples. Raises ConfigError for another layout."""
