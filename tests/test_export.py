@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import runpy
 import shlex
@@ -337,6 +338,28 @@ def test_a_received_checkpoint_reaches_no_file(tmp_path: Path, monkeypatch: pyte
     assert not (out / ".env").exists() and "Its tasks were task=evil.py:Tasks." in (out / "README.md").read_text()
 
 
+INJECTED = 'none"""\nraise SystemExit("run")\n"""\n\n    run `this` <b>\x1b[31m'
+
+
+def test_a_received_value_is_neither_code_nor_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("condenser", "task", "environment", "reward", "model.name", "agent", "task.prompt_template")
+    settings = dict.fromkeys(names, INJECTED) | {"task.prompt_template": INJECTED + "{prompt}"}
+    path, _ = saved(tmp_path, state={**STATE, "settings": settings})
+    keep_conversations(tmp_path)
+    rows = (tmp_path / "trajectories/evaluation_after.jsonl").read_text()
+    named = rows.replace('"name": "calculator", "desc', f'"name": {json.dumps(INJECTED)}, "desc')
+    assert named != rows
+    (tmp_path / "trajectories/evaluation_after.jsonl").write_text(named)
+    out = exported(path, "hf", tmp_path / "out")
+    for name in ("chat.py", "tools.py"):
+        found = ast.walk(ast.parse((out / name).read_text()))
+        raised = [node for node in found if isinstance(node, ast.Raise) and "run" in ast.unparse(node)]
+        assert [node for node in raised if "write in `use`" not in ast.unparse(node)] == []
+    card = (out / "README.md").read_text()
+    assert "base_model" not in card and "\x1b" not in card + capsys.readouterr().out
+    assert "run `this`" not in card and "<b>" not in card and "    run" not in card
+
+
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     settings = {**STATE["settings"], "recipe": "jsonl", "reward": "[numeric, /a/my köln/till.py:Right, b/own.py:R]"}
     path, _ = saved(tmp_path, state={**STATE, "settings": settings})
@@ -377,9 +400,7 @@ def test_what_is_exported_says_that_it_does_without_the_condenser(
     out = exported(path, "hf", tmp_path / "out")
     assert "chat.py and servers do without its condenser, keep_last: " in capsys.readouterr().out
     assert "(condenser=keep_last)" in (out / "README.md").read_text()
-    assert (
-        '"""python chat.py' in (said := (out / "chat.py").read_text()) and "but for its condenser, keep_last." in said
-    )
+    assert '"""python chat.py' in (said := (out / "chat.py").read_text()) and "but for its condenser." in said
     path, _ = saved(tmp_path / "other")
     keep_conversations(tmp_path / "other")
     out = exported(path, "hf", tmp_path / "other/out")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtgrpo.commands.prompted import find_prompted, write_prompted
+from mtgrpo.commands.prompted import find_prompted, in_a_line, write_prompted
 from mtgrpo.commands.trajectory_files import write_conversations
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
@@ -67,7 +67,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--to {args.to}: {point.path} holds {held}; give {other}")
     try:
         about = card(point, args.to, out.name)
-        tokenizer, settings = load_tokenizer(str(point.path)), point.state["settings"]
+        tokenizer = load_tokenizer(str(point.path))
+        settings = {key: str(value) for key, value in point.state["settings"].items()}
         found = find_prompted(point.path.parent.parent, tokenizer, settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{point.path}: its {STATE} is not that of a run") from error
@@ -113,13 +114,14 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     settings, state = point.state["settings"], point.state
     base = str(settings.get("model.name", ""))
     lines = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
-    if base and base not in (*FROM_SCRATCH, SHIPPED) and not Path(base).exists():
+    of_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base)
+    if of_hub and base not in (*FROM_SCRATCH, SHIPPED) and not Path(base).exists():
         lines.append(f"base_model: {base}")
     tags, how = "reinforcement-learning, grpo, mtgrpo", f"step {point.step} of reinforcement learning"
     if "stream" not in state:
         tags, how = "mtgrpo", f"step {int(state['sft']['step'])} of the warm start, supervised"
     lines += [f"tags: [{tags}]", "---", "", f"# {name}", ""]
-    lines.append(f"{base or 'A model'}, trained with mtgrpo: {how}.")
+    lines.append(f"{in_a_line(base) or 'A model'}, trained with mtgrpo: {how}.")
     success = {int(step): value for step, value in state["success"].items()}
     if after := final_results(point.path.parent.parent, point.step):  # measured when it was saved already
         success[point.step] = after["eval/success/after"]
@@ -131,5 +133,5 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     lines += ["", "| setting | value |", "| --- | --- |"]
     folders = re.compile(r"(?!\s)[^,\[]*/(?=[^/]*\.(py:|yaml))")
     shown = {key: folders.sub("", settings.get(key, "")) for key in _SHOWN}
-    lines += [f"| `{key}` | `{value}` |" for key, value in shown.items() if value]
+    lines += [f"| `{key}` | `{in_a_line(value)}` |" for key, value in shown.items() if value]
     return "\n".join(lines) + "\n"

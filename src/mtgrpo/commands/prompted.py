@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.condensers import Condenser
 from mtgrpo.config.recipe import absolute
 from mtgrpo.config.run_record import LEFT_OUT, is_own
 from mtgrpo.messages import message_to_dict, messages_from
@@ -116,15 +117,16 @@ def write_prompted(
     kept: Any = {"trim_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
     agent = settings.get("agent", "none") != "none"  # which answered the calls itself
-    options, files = _callable_alone(found.own, settings, names) if chat.format and not agent else ("", {})
+    used, files = _callable_alone(found.own, settings, names) if chat.format and not agent else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
-    condenser = "" if (chosen := settings.get("condenser", "none")) == "none" else Path(chosen).name
+    known, chosen = options("mtgrpo.condensers", Condenser), settings.get("condenser", "none")
+    condenser = "" if chosen == "none" else chosen if chosen in known else "another"
     facts = {
         "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
-        "options": options,
+        "options": used,
         "reader": type(chat.format).__name__ if chat.format else "",
         "max_turns": int(settings.get("environment.max_turns") or 8),
-        "tools": names,
+        "tools": [in_a_line(name) for name in names],
         "agent": agent,
         "parser": _PARSERS[chat.format.name] if chat.format else "",
         "task": _of_task(settings.get("task", "")),
@@ -154,7 +156,7 @@ def write_prompted(
     left = _OF_AN_AGENT if agent else _SEVERAL if several else _NOT_FOUND * own
     notes = [
         f"chat.py and servers do without its condenser, {condenser}: long conversations end worse" if condenser else "",
-        f"its tools.py answers no call yet: write what `use` gives{left}" if names and not options else "",
+        f"its tools.py answers no call yet: write what `use` gives{left}" if names and not used else "",
     ]
     return use, "\n".join(filter(None, notes))
 
@@ -162,9 +164,14 @@ def write_prompted(
 def _of_task(name: str) -> str:
     """What its training tasks were, in the words of the option's help; no file that a record names is run."""
     if name not in (known := options("mtgrpo.tasks", TaskSource)):
-        return f"Its tasks were task={Path(name).name}."
+        return f"Its tasks were task={in_a_line(Path(name).name)}."
     about = " ".join((known[name].__doc__ or "").partition("\n\n")[0].split())
     return f"Its tasks were task={name}: {about} Of other questions it has seen none."
+
+
+def in_a_line(value: str) -> str:
+    """A value that somebody else may have chosen, without the signs by which it could be more than a word of a page."""
+    return " ".join(re.sub(r"[^\w.,:;=/@+~'{}\[\] -]+", " ", value).split())
 
 
 def _callable_alone(
