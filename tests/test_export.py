@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtgrpo import cli, preset
 from mtgrpo.commands import export
+from mtgrpo.commands.prompted import reach_nothing
 from mtgrpo.config.trust import sign
 from mtgrpo.environments.tool_use import OutageError
 from mtgrpo.errors import ConfigError
@@ -342,7 +343,7 @@ INJECTED = 'none"""\nraise SystemExit("run")\n"""\n\n    run `this` <b>\x1b[31m'
 
 
 def test_a_received_value_is_neither_code_nor_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("condenser", "task", "environment", "reward", "model.name", "agent", "task.prompt_template")
+    names = ("condenser", "recipe", "task", "environment", "reward", "model.name", "agent", "task.prompt_template")
     settings = dict.fromkeys(names, INJECTED) | {"task.prompt_template": INJECTED + "{prompt}"}
     path, _ = saved(tmp_path, state={**STATE, "settings": settings})
     keep_conversations(tmp_path)
@@ -364,7 +365,7 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     settings = {**STATE["settings"], "recipe": "jsonl", "reward": "[numeric, /a/my köln/till.py:Right, b/own.py:R]"}
     path, _ = saved(tmp_path, state={**STATE, "settings": settings})
     keep_conversations(tmp_path)
-    (tmp_path / ".hydra").mkdir()
+    keep_record(tmp_path, [])
     (tmp_path / "metrics.jsonl").touch()
     kept = ["task=jsonl", "task.path='my bills.jsonl'", "environment.tools=[till.py:Till]", "reward.success_at=1"]
     left_out = ["model.name=tiny", "sft.steps=50", "log=[jsonl]", "+hydra.x=1", "resume=true"]
@@ -375,6 +376,41 @@ def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
     assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", "recipe=jsonl", *kept]
     told = ["model.name=FOLDER", "sft.steps=0", "recipe=jsonl", *kept, "optimizer.lr=1e-06"]
     assert lines[1] == ["mtgrpo", "train", *told]
+
+
+HARMLESS = ["recipe=gsm8k", "reward=numeric", "trainer.steps=3", "environment.tools=[calculator]"]
+
+
+def test_words_that_reach_something_are_told_from_those_that_do_not() -> None:
+    assert reach_nothing(HARMLESS) and reach_nothing(["recipe=[jsonl,lora]"])
+    for word in [
+        "reward=received/evil.py:R",
+        "reward=numeric,evil.py:R",
+        "reward={a:1}",
+        "environment.tools=[calculator,evil.py:T]",
+        "task.path=secret.jsonl",
+        "task.prompt_template='${oc.env:KEY}{prompt}'",
+        "hydra/launcher=other",
+        "--config-dir=received",
+        "seed='1\n\nType evil'",
+        "recipe=received/evil.yaml",
+        "recipe=gsm8k",  # a second one
+    ]:
+        assert not reach_nothing(["recipe=gsm8k", word]), word
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_words_of_a_received_record_are_left_out_where_they_reach_something(kept: bool, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    keep_conversations(tmp_path)
+    keep_record(tmp_path, [], mine=False)
+    (tmp_path / "metrics.jsonl").touch()
+    words = HARMLESS if kept else ["recipe=received/evil.yaml", "recipe=gsm8k", "reward=received/evil.py:R"]
+    (tmp_path / ".hydra/overrides.yaml").write_text(json.dumps(words))
+    card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+    lines = [shlex.split(line)[3:] for line in card.splitlines() if line.startswith("    mtgrpo eval")]
+    assert lines == [HARMLESS if kept else ["recipe=gsm8k"]]
+    assert ("its other words are left out" in card) is ("evil" not in card and not kept)
 
 
 def test_a_program_says_where_tools_go_that_need_more_than_a_function(

@@ -17,8 +17,12 @@ from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.condensers import Condenser
-from mtgrpo.config.recipe import absolute
+from mtgrpo.config.compose import parse
+from mtgrpo.config.experiment import groups
+from mtgrpo.config.recipe import absolute, base, read_recipe, recipes
 from mtgrpo.config.run_record import LEFT_OUT, is_own
+from mtgrpo.config.trust import refused
+from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
 from mtgrpo.parts.extension import options
@@ -53,6 +57,7 @@ class Prompted:
     example: str  # one of them, rendered
     row: dict[str, Any]  # of its task
     words: list[str]  # with which the run was started, as far as they say what is done
+    withheld: bool  # whether others are left out, for the run was somebody else's and these reach something
     own: Mapping[str, str]  # the settings of a run that this user made, whose files may be taken; {} of another
 
 
@@ -71,8 +76,29 @@ def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mappi
     words = [word for word in words if not word.startswith("optimizer.lr=")]  # which the card says anew
     if "recipe" in settings and not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={settings['recipe']}", *words]  # with a model's name it would be another one
-    own = record.settings if is_own(run) else {}
-    return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"], own) if example else None
+    mine = is_own(run)
+    if withheld := not mine and not reach_nothing(words):
+        words = [word for word in words if word.startswith("recipe=") and reach_nothing([word])][-1:]
+    own = record.settings if mine else {}
+    return Prompted(tools, opening or [], example, asked, words or ["recipe=NAME"], withheld, own) if example else None
+
+
+def reach_nothing(words: Sequence[str]) -> bool:
+    """Whether words that somebody else chose may be shown as a command: a record could set the same without trust."""
+    try:
+        overrides = parse(words)
+        given = {word.key_or_group: word.value() for word in overrides}
+        single = len(given) == len(words) and "".join(words).isprintable()
+        asked = given.pop("recipe", [])
+        names: list[Any] = asked if isinstance(asked, list) else [asked]
+        if not single or not {*names} <= {*recipes()}:
+            return False
+        layers = [base(), *(layer for name in names for layer in read_recipe(name))]
+        chosen = {key: given.pop(key) for key in groups() if key in given}
+        ours = {key: option for layer in layers for key, option in layer.choices.items() if key in groups()}
+        return not refused(ours | chosen, given, {key: ours[key] for key in ours.keys() - chosen})
+    except (ConfigError, TypeError):  # it is no option, or chooses a part by something else than a name
+        return False
 
 
 def _conversations(file: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
@@ -131,6 +157,7 @@ def write_prompted(
         "parser": _PARSERS[chat.format.name] if chat.format else "",
         "task": _of_task(settings.get("task", "")),
         "words": shlex.join(found.words),
+        "withheld": found.withheld,
         "condenser": condenser,
         "rate": f"{float(settings.get('optimizer.lr') or 1e-5) / 10:g}",
         "opening": found.opening,
