@@ -1180,7 +1180,7 @@ def test_several_runs_are_processes_whose_failures_count(
     calls = [ast.literal_eval(line) for line in (place / "calls").read_text().splitlines()]
     common = ["kl.coef=0.5", "hydra.mode=RUN"]  # a configuration of the user's own may say MULTIRUN
     assert calls == [
-        [*("-m", "mtgrpo", "train"), f"seed={n + 1}", *common, rf"hydra.run.dir='the user\'s sweep/{n}'"]
+        [*("-P", "-m", "mtgrpo", "train"), f"seed={n + 1}", *common, rf"hydra.run.dir='the user\'s sweep/{n}'"]
         for n in range(3)
     ]
     log = place / "the user's sweep" / "1" / "failed.log"
@@ -1203,7 +1203,7 @@ def test_a_sweep_that_goes_on_runs_what_is_missing(run: Run, place: Path, monkey
         "    open('calls', 'a').write(f'{made.seed} {made.trainer.steps}\\n')\n"
         "    if made.seed == 2 and not os.path.exists('mended'):\n        raise SystemExit(1)\n"
         "    write_summary(folder, {'eval/reward/after': 0.5})\n"
-        "experiments._stage = lambda command: learn\ncli.main(sys.argv[3:])\n"
+        "experiments._stage = lambda command: learn\ncli.main(sys.argv[4:])\n"
     )
     process.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(process))

@@ -44,7 +44,7 @@ class ProcessLauncher(Launcher):
         """Called by Hydra's sweeper. What a run returns is its held-out reward, for sweepers that optimise."""
         root, given = self._master.hydra.sweep.dir, OmegaConf.to_container(self._master.hydra.overrides)
         common = [line for line in cast(Any, given)["hydra"] if not line.startswith(OF_SWEEPS)]
-        command = [sys.executable, "-m", "mtgrpo", str(JobRuntime.instance().get("name")), *self._loader.flags]
+        command = [sys.executable, "-P", "-m", "mtgrpo", str(JobRuntime.instance().get("name")), *self._loader.flags]
         results: list[JobReturn] = []
         failures: list[str] = []
         fixed = {word.casefold() for word in cast(Any, given)["task"]}  # Hydra makes true True

@@ -7,6 +7,9 @@ import functools
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ import pytest
 
 from mtgrpo import cli
 from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.cluster.keeper import Keeper
+from mtgrpo.cluster.launch import Processes
 from mtgrpo.config.compose import compose, parse
+from mtgrpo.engines.server import Server, local, vllm
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
@@ -320,3 +326,52 @@ def test_what_other_people_sent_has_no_say_in_the_limits() -> None:
         raise ValueError
 
     assert isolation.try_within_limits(raising) == ""  # whoever asks meets it
+
+
+# --- folders in which a command is typed
+
+WORKERS = """
+import asyncio, sys
+from contextlib import closing
+from mtgrpo.runtime.workers import Workers
+
+if __name__ == "__main__":
+    with closing(Workers()) as workers:
+        print(asyncio.run(workers.run(sys.modules["os"].getenv, "PYTHONSAFEPATH")))
+"""
+
+
+@pytest.fixture
+def marked(place: Path) -> Path:
+    """Is there once a module of the working folder was run, which is called as one of ours and one of Python's."""
+    marked = place.parent / "marked"
+    for name in ("mtgrpo", "pickle"):
+        (place / f"{name}.py").write_text(f"open({str(marked)!r}, 'w').close()\nraise SystemExit(7)\n")
+    return marked
+
+
+def test_workers_run_nothing_of_the_working_folder(marked: Path) -> None:
+    program = marked.with_name("program.py")
+    program.write_text(WORKERS)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=200)
+    assert (marked.exists(), done.returncode) == (False, 0), done.stderr
+    assert done.stdout == "None\n" and "PYTHONSAFEPATH" not in os.environ  # what these start has the user's
+
+
+def test_ranks_run_nothing_of_the_working_folder(marked: Path) -> None:
+    ranks, beat = Processes([0], marked.parent), marked.with_name("rank_0.json")
+    while ranks.started[0].poll() is None and not beat.exists():
+        time.sleep(0.05)
+    ranks.end()
+    for one in ranks.sockets:
+        one.close()
+    assert (marked.exists(), beat.exists()) == (False, True)
+
+
+def test_servers_and_what_is_kept_on_other_machines_run_nothing_of_the_working_folder(marked: Path) -> None:
+    keeper = Keeper(lambda: ("127.0.0.1", "node"))
+    assert keeper.run(["mtgrpo", "--version"], {}, str(marked.with_name("log"))) == 0 and not marked.exists()
+    words = [sys.executable, *local.command(Server(), "model", "float32", 8, ["--help"])]
+    done = subprocess.run(words, env=local.environment(Server(), 0), capture_output=True, timeout=200)
+    assert (marked.exists(), done.returncode) == (False, 0), done.stderr
+    assert vllm.environment(Server(), 0)["PYTHONSAFEPATH"] == "1"  # older interpreters have no flag for it

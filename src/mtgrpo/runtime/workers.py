@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from mtgrpo.runtime.resources import SLEEP, WAITING_SET
 
 A = TypeVar("A")
 R = TypeVar("R")
+_SAFE = "PYTHONSAFEPATH"
 NICE = 10  # how far the processes give way to decoding and training, of 19
 
 
@@ -93,12 +94,15 @@ class _Pool:
 
     def __init__(self, count: int | None) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and signal handlers
-        self._new = partial(ProcessPoolExecutor, count, context, initializer=_begin, initargs=(NICE,))
-        self._executor = self._new()
+        begin = (NICE, os.environ.get(_SAFE))
+        self._new = partial(ProcessPoolExecutor, count, context, initializer=_begin, initargs=begin)
+        with _safe_path():
+            self._executor = self._new()
 
     async def run(self, function: Callable[[A], R], argument: A) -> R:
         executor = self._executor
-        future = asyncio.get_running_loop().run_in_executor(executor, function, argument)
+        with _safe_path():
+            future = asyncio.get_running_loop().run_in_executor(executor, function, argument)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio says nobody asked
         try:
             # Shielded: a pool whose processes are ended cannot tell a future that was cancelled; its thread would fail.
@@ -114,8 +118,26 @@ class _Pool:
         self._executor.shutdown(cancel_futures=True)
 
 
-def _begin(nice: int) -> None:
+@contextmanager
+def _safe_path() -> Generator[None]:
+    """Python that is started within imports nothing of the working folder, in which somebody else's files may be."""
+    before = os.environ.get(_SAFE)
+    os.environ[_SAFE] = "1"
+    try:
+        yield
+    finally:
+        _set_safe(before)
+
+
+def _set_safe(value: str | None) -> None:
+    os.environ.pop(_SAFE, None)
+    if value is not None:
+        os.environ[_SAFE] = value
+
+
+def _begin(nice: int, safe: str | None) -> None:
     """In each process: Ctrl-C is left to the one that started it, and the processor to what cannot wait."""
+    _set_safe(safe)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not os.environ.keys() & WAITING_SET:  # OpenMP's threads, where a reward imports what has them

@@ -27,7 +27,7 @@ def command(
     settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
 ) -> list[str]:
     """See `vllm.command`; it reads what it serves when it is told to."""
-    words = ["-m", "mtgrpo.engines.local.serve", "--dtype", dtype, *place]
+    words = ["-P", "-m", "mtgrpo.engines.local.serve", "--dtype", dtype, *place]
     words += ["--max-model-len", str(longest)] if longest else []
     on_gpu = settings.fraction or GPU_FRACTION
     words += ["--memory-fraction", str(on_gpu if torch.cuda.is_available() else settings.memory_fraction or CPU_CACHE)]

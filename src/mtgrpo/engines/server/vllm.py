@@ -164,6 +164,7 @@ def environment(settings: Server, number: int) -> dict[str, str]:
     threads sleep: on two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables["PYTHONSAFEPATH"] = "1"  # nothing of the working folder is imported; older interpreters lack the flag -P
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
         openmp = find_near(settings.python).parent.parent / "lib" / "libiomp5.so"
