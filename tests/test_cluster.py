@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -26,7 +27,7 @@ from aiohttp.test_utils import unused_port
 from mtgrpo import preset
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.cluster import controller
+from mtgrpo.cluster import controller, launch, rank
 from mtgrpo.cluster.controller import Ranks
 from mtgrpo.cluster.keeper import Keeper
 from mtgrpo.cluster.wire import Call, packed
@@ -77,6 +78,70 @@ def test_a_tensor_passes_as_the_bytes_that_it_has() -> None:
     assert len(message) < 2000
     for part, received in zip(parts, pickle.loads(message).arguments, strict=True):
         assert received.dtype is part.dtype and torch.equal(received, part)
+
+
+class Opened:
+    """Is opened where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def test_a_rank_unpickles_what_rank_0_of_its_run_has_sent_to_it_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reaches the port of a process group may be any rank of it, and send anything."""
+    sent = list[torch.Tensor]()
+    monkeypatch.setattr(rank.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(rank.dist, "broadcast", lambda tensor, *_: sent.append(tensor.clone()))
+    ours, theirs = multiprocessing.Pipe()
+    first = rank.Channel("training", theirs, b"key")
+    calls = [Call("trainer", "begin", (n,)) for n in range(2)]
+    for call in calls:
+        ours.send_bytes(packed(call))
+        assert first.hear() == call
+
+    def heard(channel: rank.Channel, *tensors: torch.Tensor) -> Call | None:
+        coming = iter(tensors)
+        monkeypatch.setattr(rank.dist, "broadcast", lambda tensor, *_: tensor.copy_(next(coming)))
+        return channel.hear()
+
+    other = rank.Channel("training", None, b"key")
+    assert [heard(other, *sent[:2]), heard(other, *sent[2:])] == calls
+    evil = torch.frombuffer(bytearray(pickle.dumps(Opened(tmp_path / "opened"))), dtype=torch.uint8)
+    forged, changed = torch.cat([sent[1][: rank.MAC_BYTES], evil]), sent[1].clone()
+    changed[-1] ^= 1
+    attacks = [evil, forged, changed, sent[3], sent[1][:5]]
+    strangers = [rank.Channel("training", None, b"key") for _ in attacks]
+    tries = [*zip(strangers, attacks, strict=True), (other, sent[1])]
+    tries += [(rank.Channel("saving", None, b"key"), sent[1]), (rank.Channel("training", None, b"other"), sent[1])]
+    for channel, content in tries:
+        with pytest.raises(RunError, match="another process"):
+            heard(channel, torch.tensor(len(content)), content)
+    assert not (tmp_path / "opened").exists()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("set_by_user", [None, "eth7"])
+def test_ranks_of_one_machine_share_a_secret_and_listen_to_no_other_machine(
+    set_by_user: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[dict[str, str]]()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_by_user)
+    monkeypatch.setattr(launch, "start_logged", lambda command, environment, *_: given.append(environment))
+    for _ in range(2):
+        for one in launch.Processes([0, 1], tmp_path).sockets:
+            one.close()
+    keys = [environment[launch.KEY] for environment in given]
+    assert keys[0] == keys[1] != keys[2] == keys[3] and min(map(len, keys)) == 64 and launch.KEY not in os.environ
+    interface = {environment["GLOO_SOCKET_IFNAME"] for environment in given}
+    assert interface == {set_by_user} if set_by_user else interface <= {"lo", "lo0"}
 
 
 async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The controller and rank 0 speak through two pairs of sockets that the one inheri
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.parallel.launch import DOOR
+from mtgrpo.parallel.launch import DOOR, KEY
 from mtgrpo.runtime.processes import start_logged
 from mtgrpo.runtime.resources import openmp_settings, threads_each
 
@@ -47,6 +48,9 @@ class Processes:
         common = os.environ | openmp_settings(threads_each(len(devices)))
         common |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(devices))}
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # rank 0 makes no store of its own
+        common[KEY] = secrets.token_hex(32)
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+        common.setdefault("GLOO_SOCKET_IFNAME", loopback)  # by itself gloo listens where the machine's name leads
         pairs = [socket.socketpair() for _ in range(2)]
         self.sockets = [ours for ours, _ in pairs]
         self.started: list[subprocess.Popen[Any]] = []

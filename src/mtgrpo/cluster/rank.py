@@ -7,6 +7,8 @@ one alone ends its process: others may wait for it in the midst of their work, u
 from __future__ import annotations
 
 import gc
+import hashlib
+import hmac
 import json
 import os
 import pickle
@@ -30,6 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mtgrpo.cluster.wire import Call, Said, packed
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.parallel.launch import KEY
 from mtgrpo.runtime.files import write_whole
 from mtgrpo.runtime.resources import keep_freed_memory
 
@@ -40,6 +43,7 @@ LIMIT = timedelta(hours=1)  # of ranks for one another: a checkpoint may take so
 IDLE_S = 2.0  # after which rank 0 tells the others that there is nothing to do yet
 ALIKE_S = 10.0  # for all ranks to come to the same error
 BEAT_S = 1.0
+MAC_BYTES = 32
 _PACKAGE, _DISTRIBUTED = Path(__file__).resolve().parent.parent, Path(dist.__file__).parent
 FACTS = ("version", "model_name", "config", "dtype", "lora", "size", "traits", "cuts_trees")  # of a weight source
 
@@ -117,17 +121,22 @@ def line_of_main_thread() -> tuple[str, str]:
 
 
 class Channel:
-    """Calls that all ranks hear at once, in one order. Made on all ranks at once."""
+    """Calls that all ranks hear at once, in one order. Made on all ranks at once.
 
-    def __init__(self, name: str, connection: Connection | None) -> None:
-        """connection: to the controller, of rank 0 alone."""
-        self.name, self.calls, self._connection = name, 0, connection
+    Whoever reaches the port of a process group may be any rank of it. So a call comes with a code by which the others
+    know, before they unpickle it, that it is of who has their `key`, and the next of this channel.
+    """
+
+    def __init__(self, name: str, connection: Connection | None, key: bytes) -> None:
+        """connection: to the controller, of rank 0 alone. key: b"" where a launcher has given the ranks none."""
+        self.name, self.calls, self._connection, self._key = name, 0, connection, key
         self._group: Any = dist.new_group(backend="gloo", timeout=LIMIT)
 
     def hear(self) -> Call | None:
-        """The next call; None where no more will come."""
+        """The next call; None where no more will come. Raises RunError for one that rank 0 of this run did not send."""
         while True:
             told = self._receive(self._connection) if self._connection else b""
+            told = self._code(told) + told if told else told
             size = torch.tensor(-1 if told is None else len(told))
             dist.broadcast(size, 0, self._group)
             if size < 0:
@@ -135,8 +144,16 @@ class Channel:
             if size:
                 content = torch.frombuffer(bytearray(told or int(size)), dtype=torch.uint8)
                 dist.broadcast(content, 0, self._group)
+                code, call = content[:MAC_BYTES].numpy(), content[MAC_BYTES:].numpy().data
+                if self._connection is None and not hmac.compare_digest(code.tobytes(), self._code(call)):
+                    raise RunError("another process than rank 0 of this run has said what to do, and was not obeyed")
                 self.calls += 1
-                return pickle.loads(content.numpy().data)
+                return pickle.loads(call)
+
+    def _code(self, call: bytes | memoryview) -> bytes:
+        code = hashlib.blake2b(f"{self.name} {self.calls}\n".encode(), key=self._key, digest_size=MAC_BYTES)
+        code.update(call)
+        return code.digest()
 
     def _receive(self, connection: Connection) -> bytes | None:
         """What the controller says; b"": nothing yet, None: it has closed."""
@@ -246,8 +263,8 @@ def serve(connections: Sequence[Connection], folder: Path | None, leave: Callabl
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=LIMIT)
         if not torch.cuda.is_available():
             keep_freed_memory()
-        named = zip_longest(("training", "saving"), connections)
-        training, saving = [Channel(name, connection) for name, connection in named]
+        named, key = zip_longest(("training", "saving"), connections), os.environ.pop(KEY, "").encode()
+        training, saving = [Channel(name, connection, key) for name, connection in named]
         work = RankWork(heart, store)
 
         def save() -> None:

@@ -30,6 +30,7 @@ from mtgrpo.cluster.keeper import GRACE_S, Facts, Keeper, send_at_once
 from mtgrpo.engines.server.replica import SAID, LostError, ServerProcess
 from mtgrpo.errors import ConfigError
 from mtgrpo.parallel.cluster.ray import Ray
+from mtgrpo.parallel.launch import KEY
 from mtgrpo.runtime.processes import read_end
 from mtgrpo.runtime.resources import cores
 
@@ -124,6 +125,7 @@ class RayRanks:
             self._store = TCPStore(here, 0, is_master=True, wait_for_workers=False)  # where they meet
             common = {"MASTER_ADDR": here, "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(count)}
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0"}  # of the GPUs that Ray shows it
+            common[KEY] = secrets.token_hex(32)
             key = secrets.token_bytes(32)
             door = ray.get(self._keepers[0].door.remote(key))
             for rank, keeper in enumerate(self._keepers):

@@ -9,6 +9,7 @@ from mtgrpo.parallel.fsdp2 import FSDP2
 from mtgrpo.parallel.zero3 import Zero3
 
 DOOR = "MTGRPO_DOOR"  # how many ranks there are, for a controller that rank 0 of a launcher has started, and more
+KEY = "MTGRPO_KEY"  # a secret of the ranks that a controller has started, in text
 
 # Of accelerate's file, by the variable that it becomes: the values that can be followed, and what to do else.
 _FOLLOWED = {

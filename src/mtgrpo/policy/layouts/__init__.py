@@ -5,10 +5,12 @@ averaged, for the weights of tokens already add up over all ranks; scores and me
 makes the updates of one process.
 """
 
+import json
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +95,7 @@ class SeveralRanks(ParallelLayout):
         return torch.where(sums[1] > 0, sums[0], torch.nan)
 
     def add_up(self, amounts: Mapping[str, float]) -> dict[str, float]:
-        by_rank: list[dict[str, float]] = [{}] * self.ranks
-        dist.all_gather_object(by_rank, dict(amounts))
+        by_rank = self._gathered({name: float(amount) for name, amount in amounts.items()})
         names = dict.fromkeys(name for row in by_rank for name in row)
         return {name: math.fsum(row.get(name, 0.0) for row in by_rank) for name in names}
 
@@ -105,9 +106,18 @@ class SeveralRanks(ParallelLayout):
         return by_rank.max().item()
 
     def agreed(self, fault: str) -> str:
-        by_rank = [fault] * self.ranks
-        dist.all_gather_object(by_rank, fault)
-        return next(filter(None, by_rank), "")
+        return next(filter(None, self._gathered(fault)), "")
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """What each rank has, as JSON: to unpickle it would be to run what a stranger among them says."""
+        text = json.dumps(own).encode()
+        sizes = torch.zeros(self.ranks, dtype=torch.int64)
+        sizes[self.rank] = len(text)
+        dist.all_reduce(sizes)
+        rows = torch.zeros(self.ranks, int(sizes.max()), dtype=torch.uint8)
+        rows[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.all_reduce(rows)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def check_share(self, trained: float, expected: float) -> None:
         if not math.isclose(trained, expected, rel_tol=1e-3, abs_tol=1e-3):
