@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -9,14 +10,16 @@ import os
 import re
 import socket
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import TestServer, unused_port
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -24,7 +27,7 @@ from mtgrpo.config.compose import preset
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
-from mtgrpo.engines.local.serve import cache_share
+from mtgrpo.engines.local.serve import LocalServer, cache_share, serve
 from mtgrpo.engines.server import Server, Sync, local
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.engines.server.push import Adapter, Files, Nothing, Proof, ProofError
@@ -34,11 +37,12 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.rounding import plain_logprobs
-from mtgrpo.model.settings import DType, LoRA, Quantization
+from mtgrpo.model.settings import DType, Head, LoRA, Quantization
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.parallel.placement import Placement
 from mtgrpo.runtime import isolation
+from mtgrpo.runtime.http import HttpClient, HttpError
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 from test_memory import named, row
@@ -441,6 +445,42 @@ def test_adapters_of_a_run_before_are_unloaded_and_the_base_never_is() -> None:
 
     asyncio.run(run())
     assert asked == ["unload policy-0", "load policy-0", "load policy-1", "unload policy-0"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "socket"])
+async def test_a_server_of_the_local_engine_does_nothing_for_the_page_of_a_site(host: str, tmp_path: Path) -> None:
+    """A browser lets any page post text to this machine, and a name of the page's own may lead there."""
+    place = tmp_path / "socket" if host == "socket" else None
+    arguments = argparse.Namespace(uds=place, host=host, port=(port := unused_port()))
+    serving = asyncio.create_task(serve(LocalServer(Local(), DType.float32, Head.fp32, 64), arguments))
+    url = "http://server" if place else f"http://127.0.0.1:{port}"
+    body, json_type = b'{"new_version": 7}', {"Content_Type": "application/json"}
+    connector = aiohttp.UnixConnector(str(place)) if place else aiohttp.TCPConnector()
+    async with HttpClient(url, socket=place) as client, aiohttp.ClientSession(connector=connector) as session:
+        for _ in range(200):
+            with suppress(HttpError):
+                await client.request("GET", "/health")
+                break
+            await asyncio.sleep(0.05)
+        assert await client.request("POST", "/update_weight_version", {"new_version": 7}) is None
+        assert await client.request("POST", "/reset_prefix_cache") == {"success": True}
+
+        async def status(**headers: str) -> int:
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            async with session.post(f"{url}/update_weight_version", data=body, headers=given) as answer:
+                return answer.status
+
+        assert await status(**json_type) == 200
+        assert await status(Content_Type="text/plain") == 415
+        assert await status(Content_Type="application/x-www-form-urlencoded") == 415
+        assert await status(**json_type, Origin="https://evil.example") == 403
+        assert await status(**json_type, Origin="null") == 403
+        other = await status(**json_type, Host=f"evil.example:{port}")
+        assert other == (421 if host == "127.0.0.1" else 200)  # where it listens to all, its names are not known
+        assert await status(**json_type, Host=f"LOCALHOST:{port}") == 200
+    serving.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
 
 
 # --- which engine ---

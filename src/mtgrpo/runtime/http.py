@@ -1,4 +1,4 @@
-"""What is asked of others over HTTP: one client, JSON in and out."""
+"""What is asked of others over HTTP: one client, JSON in and out. And which requests are for a server of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from mtgrpo.runtime.files import strict_json
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp import web
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHOWN = 500  # characters of an answer that an error shows
 _JSON = {"Content-Type": "application/json"}
 
@@ -98,3 +100,14 @@ def _proxy_for(url: str) -> str | None:
     """The proxy of the environment for it. Not by `trust_env`, which would send the passwords in ~/.netrc too."""
     parts = urlsplit(url)
     return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+
+
+def served_as(host: str, port: int) -> frozenset[str]:
+    """As which a server that listens there may be asked for: the host that it was given; of loopback any name."""
+    names = [f"[{name}]" if ":" in name else name.lower() for name in (LOOPBACK if host in LOOPBACK else (host,))]
+    return frozenset([*(f"{name}:{port}" for name in names), *(names if port == 80 else ())])
+
+
+def names_one_of(hosts: frozenset[str], request: web.Request) -> bool:
+    """Whether a request is for one of `hosts`; that of a page whose own name leads to this machine names another."""
+    return request.headers.getall("Host", []) == [request.host] and request.host.lower() in hosts

@@ -12,10 +12,10 @@ from aiohttp import web
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.files import strict_json, write_whole
+from mtgrpo.runtime.http import LOOPBACK, names_one_of, served_as
 from mtgrpo.runtime.text import show
 from mtgrpo.viewer.resources import Runs
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'"
@@ -72,7 +72,7 @@ def application(runs: Runs, hosts: frozenset[str], secret: str) -> web.Applicati
 
 def _refused(request: web.Request, hosts: frozenset[str], secret: str) -> web.Response | None:
     """The answer to a request that is not served; None for one that is."""
-    if request.headers.getall("Host", []) != [request.host] or request.host.lower() not in hosts:
+    if not names_one_of(hosts, request):
         return web.Response(status=421, text=f"this page is served as {', '.join(sorted(hosts))} alone\n")
     if request.method != "GET":
         return web.Response(status=405, text="GET alone\n", headers={"Allow": "GET"})
@@ -95,11 +95,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def serve(runs: Runs, host: str, port: int, screen: str) -> None:
     """Serve until cancelled; the address that is printed opens `screen`. Raises ConfigError where it is taken."""
-    names, secret = (LOOPBACK, "") if host in LOOPBACK else ((host,), secrets.token_urlsafe(24))
-    names = [(f"[{name}]" if ":" in name else name).lower() for name in names]
+    secret = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     for chosen in [port] if port else [*range(8765, 8785), 0]:
-        hosts = frozenset([*(f"{name}:{chosen}" for name in names), *(names if chosen == 80 else ())])
-        runner = web.AppRunner(application(runs, hosts, secret), access_log=None)
+        runner = web.AppRunner(application(runs, served_as(host, chosen), secret), access_log=None)
         try:
             await runner.setup()
             await web.TCPSite(runner, host, chosen).start()

@@ -1,6 +1,7 @@
 """The local engine as a server, with those of vLLM's paths that are asked for: `python -m mtgrpo.engines.local.serve`.
 
-It has no model before it is told to read one, and then refuses to sample. Whoever reaches it controls it.
+It has no model before it is told to read one, and then refuses to sample. Whoever reaches it controls it, but for the
+pages of a browser on this machine.
 """
 
 import argparse
@@ -25,12 +26,14 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import DType, Head, ModelSettings
 from mtgrpo.runtime.files import strict_json
+from mtgrpo.runtime.http import names_one_of, served_as
 from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import ModelWeights
 
 SAMPLES = "/inference/v1/generate"
 MAX_BODY_BYTES = 2**26
+EVERY = ("0.0.0.0", "::", "")  # addresses that stand for all of this machine
 
 
 class LocalServer:
@@ -146,8 +149,16 @@ def cache_share(fraction: float | None, model: PreTrainedModel, memory: int, dev
 async def serve(server: LocalServer, arguments: argparse.Namespace) -> None:
     """Listen, until the process is ended."""
     known = server.routes()
+    every = arguments.uds or arguments.host in EVERY  # its names are not known
+    hosts = frozenset[str]() if every else served_as(arguments.host, arguments.port)
 
     async def respond(request: web.Request) -> web.Response:
+        if not (every or names_one_of(hosts, request)):
+            raise web.HTTPMisdirectedRequest(text=f"it is served as {', '.join(sorted(hosts))} alone")
+        if "Origin" in request.headers:
+            raise web.HTTPForbidden(text="it answers no page of a browser")
+        if request.can_read_body and request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="a body is application/json")
         answer = known.get(f"{request.method} {request.path}")
         if answer is None:
             raise web.HTTPNotFound
@@ -162,7 +173,10 @@ async def serve(server: LocalServer, arguments: argparse.Namespace) -> None:
         await web.UnixSite(runner, arguments.uds).start()
     else:
         await web.TCPSite(runner, arguments.host, arguments.port).start()
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
 
 
 def main() -> None:
