@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from conftest import Run
-from mtgrpo.commands.play import _Person
+from mtgrpo import preset
+from mtgrpo.commands.play import _Person, run_serving
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.types import Message, Task, ToolCall
 
@@ -59,6 +62,22 @@ class Till(Tool):
     def __call__(self, thing: str) -> str:
         return thing
 """
+
+
+async def test_the_key_of_a_served_policy_is_shown_and_kept_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = asyncio.create_task(run_serving(preset("calculator", "log=[console,jsonl]"), tmp_path))
+    shown = ""
+    while "API_KEY=" not in shown and not serving.done():
+        await asyncio.sleep(0.02)
+        shown += capsys.readouterr().out
+    serving.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
+    keys = set(re.findall(r"^export \w+_API_KEY=(\S+)$", shown + capsys.readouterr().out, re.MULTILINE))
+    kept = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+    assert keys and not [key for key in keys if key in kept] and "export" not in kept
 
 
 @pytest.mark.real

@@ -16,7 +16,7 @@ from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.parts.extension import explained
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.runtime.isolation import run_in_thread
-from mtgrpo.runtime.text import printable
+from mtgrpo.runtime.text import printable, show
 from mtgrpo.stages.run import open_run
 from mtgrpo.types import UNLIMITED, Limits, Message, Status, Task
 
@@ -122,9 +122,9 @@ async def run_serving(experiment: Experiment, folder: Path) -> None:
             lambda number: runner.open_conversation(f"serve/chain{number}", "serve", 0),
         )
         async with endpoint.conversation(session) as address:
-            run.sinks.note("serving until Ctrl-C:")
+            show("serving until Ctrl-C:")  # no notes, which the run's folder keeps, for there is a key in them
             for variable, value in address.environ().items():
-                run.sinks.note(f"export {variable}={value}")
+                show(f"export {variable}={value}")
             await asyncio.Event().wait()
 
 
