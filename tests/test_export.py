@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtgrpo import cli, preset
-from mtgrpo.commands import export
+from mtgrpo.commands import export, prompted
 from mtgrpo.commands.prompted import reach_nothing
 from mtgrpo.config.trust import sign
 from mtgrpo.environments.tool_use import OutageError
@@ -359,6 +359,21 @@ def test_a_received_value_is_neither_code_nor_markup(tmp_path: Path, capsys: pyt
     card = (out / "README.md").read_text()
     assert "base_model" not in card and "\x1b" not in card + capsys.readouterr().out
     assert "run `this`" not in card and "<b>" not in card and "    run" not in card
+
+
+def test_a_chat_template_is_tried_before_it_renders_what_a_run_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried in a process with limits, which the rendering has not."""
+    path, _ = saved(tmp_path)
+    keep_conversations(tmp_path)
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = "{% for one in range(9) %}{{ messages | length }}{% endfor %}"
+    monkeypatch.setattr(export, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(prompted, "_rendered", lambda *_: pytest.fail("it is rendered"))
+    with pytest.raises(ConfigError, match="chat template"):
+        export.main([str(path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         tokenizer = load_tokenizer(str(point.path))
         settings = {key: str(value) for key, value in point.state["settings"].items()}
         found = find_prompted(point.path.parent.parent, tokenizer, settings)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{point.path}: its {STATE} is not that of a run") from error
     if args.dry_run:

@@ -62,11 +62,16 @@ class Prompted:
 
 
 def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, str]) -> Prompted | None:
-    """From the conversations in the folder of a run; None where there are none that the chat template takes."""
+    """From the conversations in the folder of a run; None where there are none that the chat template takes.
+
+    Raises ConfigError for a template that is refused.
+    """
     best, tools, example, asked = -1, list[Any](), "", dict[str, Any]()
     opening: list[dict[str, Any]] | None = None
     (record,) = read_runs([run])
     file = run / "trajectories" / f"{record.newest or BEFORE}.jsonl"
+    if file.is_file():
+        open_chat(tokenizer, ChatSettings())  # tries the template within limits, which there are not below
     for worth, begun, messages, offered, row in _conversations(file, float(settings.get("reward.success_at") or 1)):
         pairs = zip(begun, begun if opening is None else opening, strict=False)
         opening = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
