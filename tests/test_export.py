@@ -489,9 +489,9 @@ def test_the_tools_of_an_agent_are_left_to_the_user(tmp_path: Path, capsys: pyte
 
 def test_without_conversations_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = saved(tmp_path)
-    out = exported(path, "hf", tmp_path / "out")
-    said = "What tools and prompts it was trained with is not known"
-    assert said in capsys.readouterr().out and said in (out / "README.md").read_text()
+    out = exported(path, "hf", tmp_path / "out\x1b[2J")
+    said, shown = "What tools and prompts it was trained with is not known", capsys.readouterr().out
+    assert said in shown and "\x1b" not in shown and said in (out / "README.md").read_text()
     assert not (out / "tools.json").exists()
 
 

@@ -18,6 +18,7 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime.files import put_whole
+from mtgrpo.runtime.text import show
 from mtgrpo.stages.resume import final_results
 from mtgrpo.weights.saved import STATE, TRAINING_FILES, Checkpoint, newest_of, read_checkpoint
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             merged(point.path).save_pretrained(partial)
         use, left = write_prompted(partial, found, tokenizer, settings) if found else (_UNKNOWN, _UNKNOWN.strip())
         (partial / "README.md").write_text(about + use, encoding="utf-8")
-    print(*filter(None, [f"{TO[args.to]}: {out}", left]), sep="\n")
+    show("\n".join(filter(None, [f"{TO[args.to]}: {out}", left])))
     return 0
 
 
