@@ -102,7 +102,7 @@ def reach_nothing(words: Sequence[str]) -> bool:
         chosen = {key: given.pop(key) for key in groups() if key in given}
         ours = {key: option for layer in layers for key, option in layer.choices.items() if key in groups()}
         return not refused(ours | chosen, given, {key: ours[key] for key in ours.keys() - chosen})
-    except (ConfigError, TypeError):  # it is no option, or chooses a part by something else than a name
+    except (ConfigError, TypeError, RecursionError):  # it is no option, or chooses a part by something else than a name
         return False
 
 

@@ -104,7 +104,8 @@ def _proxy_for(url: str) -> str | None:
 
 def served_as(host: str, port: int) -> frozenset[str]:
     """As which a server that listens there may be asked for: the host that it was given; of loopback any name."""
-    names = [f"[{name}]" if ":" in name else name.lower() for name in (LOOPBACK if host in LOOPBACK else (host,))]
+    named = LOOPBACK if host in LOOPBACK else (host.lower(),)
+    names = [f"[{name}]" if ":" in name else name for name in named]
     return frozenset([*(f"{name}:{port}" for name in names), *(names if port == 80 else ())])
 
 
