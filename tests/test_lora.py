@@ -46,6 +46,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
+from mtgrpo.model.attention import uses_forest
 from mtgrpo.model.load import AUTOCAST, DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.settings import Quantization
@@ -162,6 +163,26 @@ def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
     while not math.isfinite(norm):  # in float16 the first scales may be too large
         optimizer.scaled(model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].sum()).backward()
         norm = optimizer.step()
+
+
+@pytest.mark.parametrize("kind", Quantization)
+def test_a_frozen_base_goes_to_its_device_in_16_bits(
+    kind: Quantization, bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How the model attends is found there, and in fp32 all the same."""
+    moved: list[int] = []
+    move = PreTrainedModel.to
+
+    def to(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
+        moved.append(sum(weight.nbytes for weight in model.parameters()))
+        return move(model, *args, **named)
+
+    monkeypatch.setattr(PreTrainedModel, "to", to)
+    monkeypatch.setattr("mtgrpo.model.traits.APART", 1e-5)
+    model = load_model(ModelSettings(str(bases["qwen3"]), DType.bfloat16, lora=LoRA(4), quantization=kind), 0)
+    assert moved == [sum(weight.nbytes for weight in model.parameters())]
+    assert uses_forest(model)
+    assert all(getattr(part, "compute_dtype", torch.bfloat16) is torch.bfloat16 for part in model.modules())
 
 
 def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

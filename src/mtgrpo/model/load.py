@@ -61,9 +61,10 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     model.eval()
     device = device_of_process()
     compute_in(model, resolved(settings.dtype, device.type))
+    round_frozen(model)  # first, for the device may have no room for what they were
     model.to(device=device)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    choose_attention(model, settings.attention)  # runs the model, in the precision of its weights
-    round_frozen(model)
+    choose_attention(model, settings.attention)  # runs the model, in fp32 at least
+    _round_quantized(model)
     use_cpu_kernels(model)
     if settings.checkpointing:
         checkpoint_layers(model)
@@ -126,8 +127,14 @@ def round_frozen(model: PreTrainedModel) -> None:
     for layer in model.base_model.modules() if dtype in AUTOCAST.values() else []:
         if type(layer) is nn.Linear and not any(weight.requires_grad for weight in layer.parameters()):
             layer.to(dtype)
-        elif hasattr(layer, "compute_dtype"):  # a layer of bitsandbytes
-            setattr(layer, "compute_dtype", dtype)  # noqa: B010
+
+
+def _round_quantized(model: PreTrainedModel) -> None:
+    """Let layers of bitsandbytes compute in 16 bits where the body does."""
+    dtype = computes_in(model)
+    for layer in cast(Any, model.base_model).modules() if dtype in AUTOCAST.values() else []:
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = dtype
 
 
 def weights_dtype(settings: ModelSettings) -> torch.dtype:

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -198,10 +199,20 @@ def _line(error: Exception) -> str:
 
 
 def _hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    """Final states, in the precision of the weights: without autocast."""
+    """Final states, in the precision of what is trained: without autocast."""
     body: Any = model.base_model
     forward = body.forward if model.dtype is torch.float64 else partial(type(body).forward, body)
-    return forward(use_cache=False, **inputs).last_hidden_state
+    with _Widened():
+        return forward(use_cache=False, **inputs).last_hidden_state
+
+
+class _Widened(TorchFunctionMode):
+    """Within, frozen layers that are kept in 16 bits compute in fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            args = [value.float() if isinstance(value, Tensor) and value.itemsize == 2 else value for value in args]
+        return func(*args, **(kwargs or {}))
 
 
 _RECORDED = "recorded"
