@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import re
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.policy.settings import Kind, OptimizerSettings
 from mtgrpo.stages.evaluate import run_evaluation
 from mtgrpo.stages.trainer import run_training
 
@@ -307,6 +309,31 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
         estimate(experiment(tmp_path, f"optimizer.offload={on}"), 80 * GB, "cpu").rows for on in ("false", "true")
     ]
     assert on_cpu[0] == on_cpu[1]
+
+
+def test_the_optimiser_of_each_stage_that_runs_must_have_room(tmp_path: Path) -> None:
+    """A warm start steps one of its own, which alone does in `mtgrpo sft`; what is proposed is of the stage it helps."""
+    words = ("engine.memory_fraction=0.05", "batch.token_budget=1024", "environment.max_context_length=1024")
+    made = experiment(tmp_path, *words, "model.checkpointing=true", "sft.steps=1", "sft.optimizer.kind=adamw")
+    away, muon = OptimizerSettings(offload=True), OptimizerSettings(Kind.muon)
+    warm = replace(made, sft=replace(made.sft, optimizer=away))  # offloads there alone
+
+    def held(made: Experiment) -> tuple[int, int]:
+        rows = {row.name: row.bytes for row in estimate(made, 80 * GB, "cuda").rows}
+        return rows.get("optimiser state", 0), rows["gradients"]
+
+    whole, little = held(made), (0, 4 * 4096 * 256)
+    assert held(replace(made, optimizer=muon)) == held(replace(made, optimizer=away)) == held(warm) == whole
+    assert held(replace(warm, optimizer=away)) == held(warm.imitating()) == little
+
+    def cure(made: Experiment) -> str:
+        tight = estimate(made, 80 * GB, "cuda").peak - 4 * GB - whole[0] / 2
+        with pytest.raises(ConfigError, match=r": set .*optimizer\.offload=true \(") as refused:
+            plan(made, int(tight / (0.92 - 0.05)), "cuda")
+        return str(refused.value).partition(": set ")[2].partition(" (")[0]
+
+    assert cure(made) == "optimizer.offload=true and sft.optimizer.offload=true"
+    assert cure(replace(made, optimizer=away)) == cure(made.imitating()) == "sft.optimizer.offload=true"
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:

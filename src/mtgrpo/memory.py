@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mtgrpo.parallel.fsdp2 import FSDP2
 from mtgrpo.parallel.placement import Placement
 from mtgrpo.parallel.zero3 import Zero3
 from mtgrpo.policy.optimizer import make_optimizers
-from mtgrpo.policy.settings import Kind
+from mtgrpo.policy.settings import Kind, OptimizerSettings
 
 USABLE = 0.92  # of the device's memory; the rest is lost between the blocks of the allocator
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take
@@ -146,9 +147,8 @@ def estimate(
     tokens = experiment.batch.tokens
     shares = placement.ranks if experiment.parallel.divides else 1  # into which a model is divided
     weights, trained = (sum(w.nbytes for w in of) for of in (skeleton.model.parameters(), skeleton.trained))
-    # Offloaded gradients leave one by one.
-    gradients = max(w.nbytes for w in skeleton.trained) if _offloads(experiment, device_type) else trained
-    state, scratch = _optimizer_bytes(skeleton, experiment, device_type)
+    steps = [_step_bytes(skeleton, settings, device_type) for settings in experiment.optimizers.values()]
+    gradients, state, scratch = map(max, zip(*steps, strict=True))
     if isinstance(experiment.parallel, Zero3):
         state += trained  # DeepSpeed steps a copy of them
     learning = (Phase.training, Phase.update)
@@ -288,25 +288,21 @@ def check_cache(experiment: Experiment, device: torch.device) -> None:
             experiment.engine.check_room(device, token_bytes, _longest_context(skeleton, experiment))
 
 
-def _offloads(experiment: Experiment, device_type: str) -> bool:
-    return experiment.optimizer.offload and device_type == "cuda"
-
-
-def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: str) -> tuple[int, int]:
-    """What the optimisers keep, and what they make for a moment while they step."""
-    settings, state, scratch = experiment.optimizer, 0, 0
+def _step_bytes(skeleton: Skeleton, settings: OptimizerSettings, device_type: str) -> tuple[int, int, int]:
+    """The gradients of a stage, what its optimisers keep, and what these make for a moment while they step."""
+    state = scratch = 0
     trained = sum(weight.nbytes for weight in skeleton.trained)
-    if _offloads(experiment, device_type):
-        return 0, 0
+    if settings.offload and device_type == "cuda":  # gradients leave one by one
+        return max(weight.nbytes for weight in skeleton.trained), 0, 0
     if settings.kind is Kind.adamw_8bit:  # two moments of a byte a number, and two fp32 numbers for each 256 of each
-        return trained // 2 + trained // 128, 0
+        return trained, trained // 2 + trained // 128, 0
     for optimizer in make_optimizers(skeleton.model, settings, {weight: weight for weight in skeleton.trained}):
         sizes = [weight.nbytes for group in optimizer.param_groups for weight in group["params"]]
         if isinstance(optimizer, torch.optim.Muon):  # one moment; a matrix at a time, in bfloat16
             state, scratch = state + sum(sizes), scratch + 2 * max(sizes)
         else:  # two moments; on a CPU the root of one of them, of all weights at once
             state, scratch = state + 2 * sum(sizes), scratch + (sum(sizes) if device_type == "cpu" else 0)
-    return state, scratch
+    return trained, state, scratch
 
 
 def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
@@ -322,14 +318,15 @@ def _advice(experiment: Experiment, found: Plan, device_type: str, taken: int, p
         for phases, setting, value in _cheaper(experiment, placement.ranks):
             if value is None or found.peak_phase not in phases:
                 continue
-            cheaper: Experiment = _with(experiment, setting, value)
+            cheaper: Experiment = reduce(lambda made, path: _with(made, path, value), setting.split(), experiment)
             try:
                 lower = estimate(cheaper, found.device_bytes, device_type, taken, placement)
             except ConfigError:  # the cache would hold no conversation
                 continue
             if lower.peak < WORTH * found.peak:
                 word = value.name if isinstance(value, Parallel | Enum) else str(value)
-                helping[setting] = f"{setting}={word.lower()} ({_gb(lower.peak)} GB)"
+                words = " and ".join(f"{path}={word.lower()}" for path in setting.split())
+                helping[setting] = f"{words} ({_gb(lower.peak)} GB)"
                 experiment, found = cheaper, lower
                 break
         else:
@@ -346,11 +343,11 @@ def _with(settings: Any, path: str, value: object) -> Any:
 
 
 def _cheaper(experiment: Experiment, ranks: int) -> list[tuple[tuple[Phase, ...], str, Any]]:
-    """By price (time, then what is learnt, then contexts): phases that need less, setting, value; None = no more."""
-    model, optimizer, parallel = experiment.model, experiment.optimizer, experiment.parallel
+    """By price (time, then what is learnt, then contexts): phases that need less, settings, value; None = no more."""
+    model, parallel, stages = experiment.model, experiment.parallel, experiment.optimizers.items()
     divided = None if parallel.divides or ranks == 1 or model.quantization is not Quantization.none else FSDP2(True)
     context = experiment.environment.max_context_length or experiment.batch.context
-    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit or parallel.divides
+    kept = " ".join(f"{name}.offload" for name, of in stages if not of.offload and of.kind is not Kind.adamw_8bit)
     adapts = model.lora.rank or model.name in FROM_SCRATCH
     quantizes = model.lora.rank and model.quantization is Quantization.none and not parallel.divides
     again = isinstance(parallel, FSDP2) and not parallel.reshard and ranks > 1
@@ -361,7 +358,7 @@ def _cheaper(experiment: Experiment, ranks: int) -> list[tuple[tuple[Phase, ...]
         ((Phase.training,), "parallel.reshard", True if again else None),
         ((Phase.training,), "model.checkpointing", None if model.checkpointing else True),
         ((Phase.training,), "batch.token_budget", _half(experiment.batch.tokens, LEAST_BUDGET)),
-        ((Phase.training, Phase.update), "optimizer.offload", None if offloads else True),
+        ((Phase.training, Phase.update), kept, None if parallel.divides or not kept else True),
         (tuple(Phase), "model.lora.rank", None if adapts else ADAPTER_RANK),
         (tuple(Phase), "model.quantization", Quantization.nf4 if quantizes else None),
         (tuple(Phase), "engine.memory_fraction", LEAST_FRACTION if shrinks else None),

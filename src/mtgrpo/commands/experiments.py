@@ -244,9 +244,9 @@ def _checked(
     folder: of a run that may go on.
     """
     composed = composed_from(config)
-    experiment = composed.experiment
     if command == "sft":
-        experiment.check_sft()
+        composed = replace(composed, experiment=composed.experiment.imitating())
+    experiment = composed.experiment
     if command == "train":
         experiment.check_training()
     if command in MEASURES:  # a checkpoint brings its own tokenizer

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from abc import ABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -68,6 +68,10 @@ class WarmStart(Bounded, steps=">= 0 (0 = none)", batch_size=">= 1"):
     batch_size: int = 32  # demonstrations per step
     demonstrations: File = ""  # a file or folder of JSON Lines of messages; by default the task's own demonstrations
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+
+class WarmStartAlone(WarmStart):
+    """That of `mtgrpo sft`: no reinforcement learning follows."""
 
 
 @dataclass
@@ -210,6 +214,12 @@ class Experiment:
             )
 
     @property
+    def optimizers(self) -> dict[str, OptimizerSettings]:
+        """Those of the stages that a run has, by their settings."""
+        warm = {"sft.optimizer": self.sft.optimizer} if self.sft.steps else {}
+        return warm if isinstance(self.sft, WarmStartAlone) else {"optimizer": self.optimizer, **warm}
+
+    @property
     def deterministic(self) -> bool:
         """Whether results depend on the seed alone."""
         chosen = self.trainer.deterministic
@@ -335,10 +345,11 @@ class Experiment:
             return self.task
         return Conversations(path=self.sft.demonstrations, eval_fraction=0.0, system_prompt=self.task.system_prompt)
 
-    def check_sft(self) -> None:
-        """Raise ConfigError where a warm start alone would do nothing."""
+    def imitating(self) -> "Experiment":
+        """As `mtgrpo sft` runs it, the warm start alone. Raises ConfigError where that would do nothing."""
         if not self.sft.steps:
             raise ConfigError("sft.steps=0: there is nothing to do; give sft.steps=NUMBER")
+        return replace(self, sft=WarmStartAlone(**vars(self.sft)))
 
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""

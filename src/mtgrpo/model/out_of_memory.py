@@ -11,7 +11,7 @@ HELPS = {  # of each phase of a run, the cheapest first
     "sampling": "engine.memory_fraction lower (the KV cache), or rollout.max_concurrent lower",
     "loading": "model.dtype=bfloat16 with model.lora.rank=16, or choose a smaller model",
     "training": "model.checkpointing=true, batch.token_budget or engine.memory_fraction lower, or model.lora.rank=16",
-    "update": "optimizer.offload=true, or model.lora.rank=16",
+    "update": "optimizer.offload=true (of a warm start sft.optimizer.offload=true), or model.lora.rank=16",
 }
 
 

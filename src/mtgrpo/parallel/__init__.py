@@ -39,8 +39,7 @@ class Parallel(Part, ABC):
                     f"{setting}: {count} conversations for {ranks} ranks, of which some would have none; set it to "
                     f"{ranks} or more, or devices.train.num={count}"
                 )
-        stages = {"optimizer": experiment.optimizer, **({"sft.optimizer": sft.optimizer} if sft.steps else {})}
-        for setting, optimizer in stages.items():
+        for setting, optimizer in experiment.optimizers.items():
             if self.divides and optimizer.offload:
                 raise ConfigError(
                     f"{setting}.offload=true steps whole weights on the host, and parallel={self.name} divides them: "

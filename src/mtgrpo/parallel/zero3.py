@@ -38,8 +38,7 @@ class Zero3(Parallel):
         super().check_ranks(experiment, ranks)
         self.settings()
         refuse_without_package("deepspeed", "parallel=zero3")
-        stages = [("", experiment), *([("sft.", experiment.sft)] if experiment.sft.steps else [])]
-        muon = [f"{stage}optimizer.kind=muon" for stage, of in stages if of.optimizer.kind.value == "muon"]
+        muon = [f"{setting}.kind=muon" for setting, of in experiment.optimizers.items() if of.kind.value == "muon"]
         refused = dict.fromkeys(muon, "steps whole matrices, which DeepSpeed flattens")
         if experiment.kl.coef and not experiment.devices.reference.count:
             refused[f"kl.coef={experiment.kl.coef:g}"] = (

@@ -33,8 +33,7 @@ LEAST_STEPS = 20  # fewer need not show anything
 
 async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
-    experiment.check_sft()
-    await restarting(experiment, folder, lambda again: _imitate(again, folder))
+    await restarting(experiment.imitating(), folder, lambda again: _imitate(again, folder))
 
 
 async def _imitate(experiment: Experiment, folder: Path) -> None:
