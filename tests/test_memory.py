@@ -312,7 +312,7 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
 
 
 def test_the_optimiser_of_each_stage_that_runs_must_have_room(tmp_path: Path) -> None:
-    """A warm start steps one of its own, which alone does in `mtgrpo sft`; what is proposed is of the stage it helps."""
+    """A warm start steps its own, in `mtgrpo sft` nothing else does; what is proposed is of the stage it helps."""
     words = ("engine.memory_fraction=0.05", "batch.token_budget=1024", "environment.max_context_length=1024")
     made = experiment(tmp_path, *words, "model.checkpointing=true", "sft.steps=1", "sft.optimizer.kind=adamw")
     away, muon = OptimizerSettings(offload=True), OptimizerSettings(Kind.muon)

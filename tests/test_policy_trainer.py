@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mtgrpo.model.settings import LoRA, ModelSettings
 from mtgrpo.policy.trainer import Stage, TrainerConfig, TrainerRank
 from mtgrpo.record.curve import Curve
 from mtgrpo.stages import run
-from mtgrpo.stages.policy_trainer import PolicyTrainer
+from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
 from mtgrpo.stages.trainer import train
 from mtgrpo.weights.source import ModelWeights
 from test_resume import digits, rows
@@ -63,6 +64,16 @@ def test_a_copy_that_is_sampled_from_changes_no_digit(tmp_path: Path, monkeypatc
     asyncio.run(beside_others())
     in_a_thread = [digits(row) for row in rows(tmp_path / "thread")]
     assert len(in_turns) > 4 and in_turns == in_a_thread
+
+
+def test_the_thread_computes_on_the_device_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one begins with the first GPU, where kernels would be launched that are told no device."""
+    chosen: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: chosen.update({threading.get_ident(): number}))
+    monkeypatch.setattr("mtgrpo.stages.policy_trainer.device_of_process", lambda: torch.device("cuda", 3))
+    trainer = PolicyTrainer(trainer_config(preset("calculator_from_scratch"), [1], None, tmp_path))
+    assert chosen.get(asyncio.run(trainer.in_thread(threading.get_ident))) == 3
+    trainer.close()
 
 
 def test_a_copy_that_differs_is_not_sampled_from() -> None:

@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import warnings
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model
-from mtgrpo.model.rounding import plain_logprobs
+from mtgrpo.model.rounding import Reference, plain_logprobs, reference
 from mtgrpo.model.settings import DType, Head, LoRA, Quantization
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
@@ -103,6 +104,24 @@ def test_the_tolerance_follows_the_dtype() -> None:
         Proof(ModelWeights(load_model(ModelSettings("tiny", kind), 0), 0), [5, 6, 7]).bound for kind in kinds
     )
     assert exact == 1e-4 and min(rounded) >= 1e-2
+
+
+def test_a_proof_is_computed_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread begins with the first GPU, where kernels would be launched that are told no device."""
+    model, within = load_model(ModelSettings("tiny"), 0), list[object]()
+
+    @contextmanager
+    def device_of(weight: object) -> Generator[None]:
+        within.append(weight)
+        yield
+        within.clear()
+
+    def forward(context: Sequence[int]) -> Reference:
+        assert within == [next(model.parameters())]
+        return reference(model, context)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    Proof(ModelWeights(model, forward=forward), [5, 6, 7])
 
 
 # --- what is pushed ---

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtgrpo.advantages.rewards import Rewards
@@ -18,6 +19,7 @@ from mtgrpo.cluster.controller import Ranks
 from mtgrpo.cluster.launch import Processes
 from mtgrpo.cluster.rank import make_trainer
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.model.load import device_of_process
 from mtgrpo.parallel.fsdp2 import FSDP2
 from mtgrpo.parallel.none import NoParallel
 from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
@@ -57,7 +59,9 @@ class PolicyTrainer:
         self._config = config
         self._reference: Ranks | None = None
         self._refers, self._moves = False, 0  # whether the reference has begun, and how often it has moved
-        self._thread = ThreadPoolExecutor(1)  # those of asyncio may all be busy with tools and rewards
+        number = device_of_process().index if alone else None
+        on_device = partial(torch.cuda.set_device, -1 if number is None else number)  # a thread begins with the first
+        self._thread = ThreadPoolExecutor(1, initializer=on_device)  # asyncio's may be busy with tools and rewards
         try:
             if reference:
                 self._reference = Ranks(make_trainer, _of_reference(config, reference), reference, role="reference")

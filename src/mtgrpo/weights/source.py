@@ -80,7 +80,8 @@ class ModelWeights:
 
     def logprobs(self, context: Sequence[int]) -> Reference:
         """What the model's own forward pass says after each of the tokens of `context`."""
-        return self._forward(context)
+        with torch.cuda.device_of(next(self.model.parameters())):  # a thread of its own begins with the first GPU
+            return self._forward(context)
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
         """Write `folder` as other libraries read it; returns the bytes of the weights. None: in the weights' own dtype.
