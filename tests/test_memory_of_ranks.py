@@ -47,6 +47,21 @@ def test_what_is_divided_and_what_is_whole(tmp_path: Path) -> None:
         assert unchanged and all(r in found.rows for r in unchanged)
 
 
+def test_what_deepspeed_offloads_is_not_on_the_device(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 22, "num_attention_heads": 32}
+    large = named(tmp_path / "large", LlamaConfig(**SIZES | sizes, architectures=["LlamaForCausalLM"]))
+    words = (f"model.name={large}", "model.checkpointing=true", "batch.token_budget=1024")
+    made = experiment(tmp_path, *words, "environment.max_context_length=1024", "optimizer.kind=adamw")
+    path = Path(__file__).resolve().parent.parent / "configs" / "deepspeed" / "zero3_offload.json"
+    ways = [replace(made, parallel=Zero3(deepspeed_config=file)) for file in ("", str(path))]
+    kept, offloaded = (estimate(made, 24 * GB, "cuda", placement=APART) for made in ways)
+    held = ("weights", "optimiser state", "gradients")
+    assert not kept.fits and offloaded.fits and offloaded.loading > 18 * GB
+    assert {row.name for row in kept.rows} - {row.name for row in offloaded.rows} == {*held}
+    on_cpu = [estimate(made, 24 * GB, "cpu", placement=APART).rows for made in ways]
+    assert on_cpu[0] == on_cpu[1]
+
+
 def test_weights_that_are_put_together_are_counted_while_a_rank_trains(tmp_path: Path) -> None:
     together = "weights and gradients put together"
     unsharded, sharded = row(of(tmp_path, FSDP2(False)), together), row(of(tmp_path, FSDP2(True)), together)

@@ -149,8 +149,11 @@ def estimate(
     weights, trained = (sum(w.nbytes for w in of) for of in (skeleton.model.parameters(), skeleton.trained))
     steps = [_step_bytes(skeleton, settings, device_type) for settings in experiment.optimizers.values()]
     gradients, state, scratch = map(max, zip(*steps, strict=True))
-    if isinstance(experiment.parallel, Zero3):
-        state += trained  # DeepSpeed steps a copy of them
+    held = weights
+    if isinstance(zero3 := experiment.parallel, Zero3):
+        steps_away, weights_away = (device_type == "cuda" and zero3.offloads(part) for part in ("optimizer", "param"))
+        gradients, state = (0, 0) if steps_away else (gradients, state + trained)  # it steps a copy of them
+        held = 0 if weights_away else weights
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
@@ -162,7 +165,7 @@ def estimate(
     rows = [
         Item("libraries and context", LIBRARIES[device_type]),
         Item("taken by others", taken),
-        Item("weights", weights // shares),
+        Item("weights", held // shares),
         Item("weights and gradients put together", _gathered(skeleton, experiment.parallel, shares), (Phase.training,)),
         Item("optimiser state", state // shares),
         Item("reference", trained // shares if experiment.kl.coef and not placement.reference else 0),

@@ -49,6 +49,11 @@ class Zero3(Parallel):
         for setting, why in refused.items():
             raise ConfigError(f"{setting} {why} with parallel=zero3: set another, or parallel=fsdp2, which divides too")
 
+    def offloads(self, part: str) -> bool:
+        """Whether "optimizer", with the gradients, or "param" is in the host's memory, or on its disk."""
+        kept = self.settings().get("zero_optimization", {}).get(f"offload_{part}")
+        return isinstance(kept, dict) and cast("dict[str, Any]", kept).get("device") in ("cpu", "nvme")
+
     def settings(self) -> dict[str, Any]:
         """What is taken of the file: all but what mtgrpo says itself. Raises ConfigError where that contradicts."""
         named, path = f"parallel.deepspeed_config={self.deepspeed_config}", Path(self.deepspeed_config).expanduser()
