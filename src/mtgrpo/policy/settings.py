@@ -39,7 +39,7 @@ class OptimizerSettings:
     offload: bool = False  # gradients, moments and the step in the host's memory, 16 bytes a weight; slower
     lr: float = 1e-6
     muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of all trained tensors, norm gains and biases too (HF Trainer and TRL leave these out)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     schedule: Schedule = Schedule.constant
     warmup_steps: int = 0
