@@ -311,6 +311,7 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
     assert on_cpu[0] == on_cpu[1]
 
 
+@pytest.mark.real
 def test_the_optimiser_of_each_stage_that_runs_must_have_room(tmp_path: Path) -> None:
     """A warm start steps its own, in `mtgrpo sft` nothing else does; what is proposed is of the stage it helps."""
     words = ("engine.memory_fraction=0.05", "batch.token_budget=1024", "environment.max_context_length=1024")
