@@ -192,7 +192,7 @@ def test_the_doctor_says_with_how_many_threads_a_run_would_compute(
         return next(check for check in doctor.examine() if check.name == name)
 
     times = read_cpu_times()
-    monkeypatch.setattr(doctor.resources, "read_cpu_times", lambda: times)
+    monkeypatch.setattr(doctor, "read_cpu_times", lambda: times)
     machine.work(90, 20, 0, 0)
     said = found("OpenMP threads")
     assert (said.state, said.found) == (doctor.State.ok, "2.9 of 4 cores are free: a run would take 3")

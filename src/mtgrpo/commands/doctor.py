@@ -27,6 +27,7 @@ from mtgrpo.errors import Arguments
 from mtgrpo.runtime import resources
 from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.packages import PACKAGES
+from mtgrpo.runtime.resources import read_cpu_times
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def examine(online: bool = False) -> list[Check]:
     """All checks, in the order they are shown; the network is asked only where `online`."""
-    began, memory = resources.read_cpu_times(), resources.memory_left()[1] / GIB
+    began, memory = read_cpu_times(), resources.memory_left()[1] / GIB
     with ThreadPoolExecutor() as pool:  # other programs are asked meanwhile
         gpus, sandbox, hub = pool.submit(_gpus), pool.submit(_sandbox), pool.submit(_hub, online)
         packages = list(_python_and_packages())
